@@ -46,6 +46,7 @@ lint: $(STAMP)
 	$(VENV)/bin/mypy
 	$(RUN) scripts/house.py
 	$(RUN) scripts/expected.py --check
+	$(RUN) scripts/loops.py --check
 
 format: $(STAMP)
 	$(VENV)/bin/ruff format src tests examples benchmarks verify scripts

@@ -61,7 +61,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 49_601,
+    "isograd, lines": 49_801,
     "isograd-verify, lines": 17_601,
     "comm + engine, lines": 9_005,
     "arrows between packages": 131,

@@ -227,6 +227,16 @@ def test_the_page_of_expectations_names_tests_that_exist(tmp_path: Path) -> None
     assert [line.split(":")[0] for line in said] == ["numbers ['1', '2', '4']", "2", "1", "4"]
 
 
+def test_the_table_of_loops_and_axes_is_that_of_tests_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    loops = runpy.run_path(str(ROOT / "scripts" / "loops.py"))
+    found, text = loops["cells"]((ROOT / "scripts" / "loops.txt").read_text()), (DOCS / "integrations.md").read_text()
+    assert loops["mistakes"](found) == [] and loops["page"](text, found) == text
+    wrong = {"a loop": {"dp": "tests/test_docs.py::test_nothing", "cp": "- ", "tp": "- a reason"}}
+    said = loops["mistakes"](wrong)
+    assert [line.split(":")[0] for line in said] == ["a loop", "a loop, dp", "a loop, cp"]
+
+
 def test_public_definitions_have_docstrings() -> None:
     lacking = Counter(
         path.relative_to(home).parts[0].removesuffix(".py")

@@ -100,7 +100,7 @@ def by_the_trainer(
                 seen.update({name: g.clone() for name, g in found.engine.grads().items()})
 
         ranks = raw.world()[1]
-        shared = 2 if "cp2" in f"{layout} {parallelism}" or "tp2" in str(layout) or parallelism else 1
+        shared = 2 if parallelism or any(axis in str(layout) for axis in ("cp2", "tp2", "pp2")) else 1
         data = ranks // shared if ranks > 1 else 1
         given = model() if source is None else ig.hf.load(source, ig.Mesh(layout), prove=False, dtype=torch.float64)
         given.config._experts_implementation = "eager"
@@ -156,6 +156,30 @@ def test_the_trainers_loop_has_the_gradients_of_one_device_under_tp(
 
 
 @pytest.mark.parametrize(
+    ("ranks", "layout", "accumulation"),
+    [
+        (2, "pp2 1f1b", 3),
+        (2, "pp2 zb zero1", 1),
+        pytest.param(4, "dp2 pp2 1f1b zero2", 3, marks=pytest.mark.slow),
+        pytest.param(4, "tp2 sp pp2 1f1b", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_the_trainers_loop_has_the_gradients_of_one_device_under_pp(
+    worlds, tmp_path: Path, ranks: int, layout: str, accumulation: int
+) -> None:
+    model().save_pretrained(tmp_path)
+    for source in (None, str(tmp_path)):
+        found = worlds(ranks).run(by_the_trainer, layout, accumulation, None, source)
+        rows = found[0]["rows"]
+        assert rows == (2 if "dp2" in layout else 1) * accumulation
+        whole = {name: value for each in found for name, value in each.items()}  # each has those of its stage
+        whole["loss"] = one_device(rows)["loss"]
+        same(whole, rows)
+        if "dp2" not in layout:
+            assert whole["evaluated"] == pytest.approx(float(one_device(4)["loss"]), rel=1e-2)  # behind a step
+
+
+@pytest.mark.parametrize(
     ("sizes", "layout", "here"),
     [({"sp_size": 2}, "zero2", "cp2 ulysses zero2"), ({"cp_size": 2}, None, "cp2 ring zero3")],
 )
@@ -183,62 +207,6 @@ def test_sizes_become_axes(sizes: Any, layout: str | None, words: str) -> None:
             layout_of_parallelism(ParallelismConfig(**wrong), "dp2" if len(wrong) == 1 else None)
 
 
-class Groups:
-    """What DeepSpeed asks of an mpu."""
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return 2
-
-    def get_sequence_parallel_rank(self) -> int:
-        return raw.world()[0] % 2
-
-
-def by_deepspeed(stage: int, accumulation: int, way: str) -> dict[str, Any]:
-    """A loop of DeepSpeed's: `engine(**batch)` and `engine.backward(output.loss)`."""
-    size = {"sequence_parallel_size": 2} if way == "config" else {}
-    given = {"mpu": {"mpu": Groups()}, "mesh_param": {"mesh_param": (raw.world()[1] // 2, 2)}}.get(way, {})
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage},
-    }  # fmt: skip
-    rows = Rows(raw.world()[1] // 2 * accumulation)
-    engine, _, loader, _ = ig.integrations.deepspeed.initialize(
-        model=model(), config=config | size, training_data=rows, **given
-    )
-    seen: dict[str, Any] = {}
-    with ForceFP64():
-        for number, batch in enumerate(loader):
-            loss = engine(**batch).loss
-            if number == 0:
-                codes = []
-                for wrong in (lambda: engine.backward(loss / 2), lambda: engine.backward(loss, weight=7)):
-                    try:
-                        wrong()
-                    except IsogradError as error:
-                        codes.append(error.code)
-                seen["codes"] = codes
-            engine.backward(loss)
-            if engine.is_gradient_accumulation_boundary():
-                seen |= {name: g.clone() for name, g in engine.engine.grads().items()}
-            engine.step()
-    seen |= {"loss": torch.tensor(engine.optimizer.stats.loss, dtype=torch.float64), "rows": engine.train_batch_size()}
-    return seen
-
-
-@pytest.mark.parametrize(
-    "ranks, cases",
-    [(2, [(1, 1, "config"), (3, 3, "mesh_param")]), pytest.param(4, [(2, 3, "mpu")], marks=pytest.mark.slow)],
-)
-def test_a_loop_of_deepspeed_has_the_gradients_of_one_device_under_sequence_parallelism(
-    worlds, ranks: int, cases: Any
-) -> None:
-    for stage, accumulation, way in cases:
-        rows = ranks // 2 * accumulation
-        for found in worlds(ranks).run(by_deepspeed, stage, accumulation, way):
-            assert (found["rows"], found["codes"]) == (rows, ["IG868", "IG868"])
-            same(found, rows)
-
-
 def by_accelerate(
     accumulation: int, sizes: dict[str, int] | None, layout: str = "cp2 ring", source: str | None = None
 ) -> dict[str, Any]:
@@ -260,7 +228,7 @@ def by_accelerate(
             for batch in loader:
                 with accelerator.accumulate(prepared):
                     loss = prepared(**batch).loss
-                    if accelerator._shares_rows:
+                    if accelerator._cut_models.shares_rows:
                         try:
                             accelerator.backward(loss, weight=3)
                         except IsogradError as error:

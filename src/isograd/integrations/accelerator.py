@@ -32,15 +32,12 @@ import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from isograd.checkpoint import CheckpointManager
-from isograd.core.contract import assemble, contract_of
 from isograd.engine import DataParallel, Engine
 from isograd.errors import IntegrationError
-from isograd.hf import attach
 from isograd.integrations.optimizer import EngineOptimizer, TrainedModule, engine_optimizer
-from isograd.integrations.shared_rows import RowParts, cut_whole_model, cuts_model, follow_cut, prepare_data_loader
+from isograd.integrations.shared_rows import CutModels, cuts_model, prepare_data_loader, whole_state
 from isograd.integrations.weights import LabelCounter
 from isograd.integrations.world import layout_of_parallelism, layout_option, mesh_for, name_failed_rank, refuse
 
@@ -49,11 +46,6 @@ class Prepared(DataParallel):
     """With the attributes of the module, which accelerate leaves bare in one process: `model.config`."""
 
     _is_accelerate_prepared: bool
-    parts: RowParts | None = None  # where sequences are cut
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own; of this rank's part, where sequences are cut."""
-        return (self.parts or super().forward)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -78,10 +70,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._mesh = mesh
         self._elementwise = elementwise
         self._by_engine = mesh.layout.zero > 0 or cuts_model(mesh)
-        self._shares_rows = mesh.size("cp") > 1 or mesh.size("tp") > 1
-        self._parts: list[RowParts] = []  # of the models whose rows are shared
+        self._cut_models = CutModels(mesh)
         self._trained: list[TrainedModule] = []  # the models that engines train
-        self._replaced = WeakIdKeyDictionary()  # parameters of whole models, by what has taken their place
         self._folder = ""  # of the state that is saved or loaded
         self.register_save_state_pre_hook(lambda models, weights, folder: self._note_folder(folder))
         self.register_load_state_pre_hook(lambda models, folder: self._note_folder(folder, loads=True))
@@ -94,7 +84,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             {
                 f"distributed type {kind}": kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP"),
                 "parallelism_config of the environment": self.parallelism_config is not None,
-                "cp or tp with dispatch_batches: set it to False": self._shares_rows and self.dispatch_batches,
+                "cp or tp with dispatch_batches: set it to False": self._cut_models.shares_rows
+                and self.dispatch_batches,
                 f"comm_hook={hook!r}": hook != "no",
                 "a loss scale (mixed_precision='bf16' has none)": self._by_engine and self.scaler is not None,
             },
@@ -114,48 +105,30 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return model
         if any(model is one.module for one in self._trained):  # prepared twice
             return model
-        if isinstance(model.forward, RowParts):  # by another accelerator
-            model.forward = model.forward.whole_rows
         vars(model).pop("_is_accelerate_prepared", None)  # bare: by another accelerator, or for evaluation
         if any(parameter.is_meta for parameter in model.parameters()):  # of ig.hf.load at ZeRO 3, where rows are kept
             device_placement = False
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        self._replaced.update(cut_whole_model(model, self._mesh))
-        if self._mesh.size("cp") > 1:
-            attach(model, self._mesh)
+        self._cut_models.cut(model)
         if self._by_engine:
-            if self._shares_rows:
-                self._parts.append(RowParts(model.forward, self._mesh))
-                model.forward = self._parts[-1]
             self._trained.append(TrainedModule(model, LabelCounter(model, "accelerator.backward", self._mesh)))
             return model
         options = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
         wrapped = Prepared(model, **options)
         wrapped._is_accelerate_prepared = True
-        if self._shares_rows:
-            self._parts.append(RowParts(super(Prepared, wrapped).forward, self._mesh))
-            wrapped.parts = self._parts[-1]
         self._replicated.append(wrapped)
         return wrapped
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) -> None:
         """weight: how many labels (rows, ...) the loss is the mean of; then nothing divides it. Without one: rows."""
-        if self._shares_rows:
-            made = [part for part in self._parts if part.loss is loss]
-            if weight is not None or len(made) != 1:
-                raise IntegrationError(
-                    "IG861",
-                    "under cp or tp, a backward of something else than the loss of a prepared model",
-                    seen=f"weight={weight}" if made else "a loss that no prepared model has returned last",
-                    expected="the mean over the labels of this rank's part, undivided, which it weighs by itself",
-                    fix="accelerator.backward(model(**batch).loss)",
-                    where=self._mesh.describe_rank(),
-                )
-            weight, made[0].loss = made[0].weight, None
+        if self._cut_models.shares_rows:
+            weight = self._cut_models.weight_of(loss, weight, "accelerator.backward(model(**batch).loss)")
         if self._by_engine:
-            one = self._one([one for one in self._trained if one.label_counter.made(loss)] or self._trained)
+            one = self._one(
+                [one for one in self._trained if one.label_counter.labels_of(loss) is not None] or self._trained
+            )
             assert one.engine is not None
             if kwargs:
                 raise self._unlike_engine(f"backward(..., {', '.join(kwargs)}=...)", "accelerator.backward(loss)")
@@ -211,7 +184,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _engine_of(self, optimizer: torch.optim.Optimizer) -> Any:
         """An engine of the model whose parameters the optimizer has, where accelerate expects the optimizer."""
-        follow_cut(optimizer, self._replaced)
+        self._cut_models.follow(optimizer)
         found = engine_optimizer(optimizer, self._trained, self._mesh, self._elementwise)
         if found is None:
             raise self._unlike_engine(
@@ -250,12 +223,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """accelerate's, of whole parameters at every stage; all ranks come here."""
         with self._full_parameters(model), torch.no_grad():
-            state = super().get_state_dict(model, unwrap)
-            for name, parameter in model.named_parameters(remove_duplicate=False) if cuts_model(self._mesh) else ():
-                contract = contract_of(parameter)
-                state[name] = (
-                    parameter.detach() if contract is None else assemble(parameter.detach(), contract, self._mesh)
-                )
+            state = whole_state(super().get_state_dict(model, unwrap), model, self._mesh)
             return {n: v.clone() for n, v in state.items()} if self._mesh.layout.zero == 3 else state
 
     def _note_folder(self, folder: str, loads: bool = False) -> None:
@@ -293,7 +261,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare_data_loader(self, loader: Any, device_placement: bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """accelerate's; the ranks of a cp or tp group get the same rows."""
-        if self._shares_rows:
+        if self._cut_models.shares_rows:
             return prepare_data_loader(self, loader, self._mesh, device_placement)
         return super().prepare_data_loader(loader, device_placement, *args, **kwargs)
 
@@ -389,6 +357,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """accelerate's; the models that were prepared are forgotten."""
         self._replicated.clear()
         self._trained.clear()
-        self._parts.clear()
+        self._cut_models = CutModels(self._mesh)
         self._drops = 0
         return super().free_memory(*objects)

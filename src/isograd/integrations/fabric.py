@@ -7,7 +7,9 @@
 
 A step's gradient is the mean over all that was weighed since the last one, on all ranks. Without a weight a loss that a
 model of transformers has made of `labels` weighs these, any other loss its rows. Backwards under `no_backward_sync` add
-up on their rank. A checkpoint is Fabric's file, and beside it NAME.isograd with the optimizers' state, for any layout.
+up on their rank. Under cp and tp ("dp2 cp2 ulysses") the ranks of a group get the same rows, `model(**batch)` computes
+this rank's part of them, and `fabric.backward(loss)` weighs this part's labels. A checkpoint is Fabric's file, and
+beside it NAME.isograd with the optimizers' state, for any layout.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,9 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from isograd.checkpoint import CheckpointManager
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
 from isograd.integrations.optimizer import EngineOptimizer, TrainedModule, engine_optimizer
+from isograd.integrations.shared_rows import CutModels, part_of_state, whole_state
 from isograd.integrations.weights import LabelCounter
 from isograd.integrations.world import mesh_for, name_failed_rank, refuse
 
@@ -58,14 +63,35 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
 
     # -- setting up
 
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Of the layout, over the ranks that Fabric has launched."""
+        return mesh_for(self.layout, "dp cp tp ep")
+
+    @cached_property
+    def _cut_models(self) -> CutModels:
+        return CutModels(self.mesh)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The ranks of a cp or tp group get the same rows."""
+        return {"num_replicas": self.mesh.size("dp"), "rank": self.mesh.index("dp")}
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Lightning's. At zero3 the engine fills a model of `ig.hf.load`, which has no values before."""
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            super().module_to_device(module)
+
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """The module itself."""
-        self._trained.append(TrainedModule(module, LabelCounter(module, "fabric.backward", mesh_for(self.layout))))
+        """The module itself. Under cp, tp and ep the model of transformers in it is attached or cut in place."""
+        self._cut_models.cut(module)
+        self._trained.append(TrainedModule(module, LabelCounter(module, "fabric.backward", self.mesh)))
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """An engine of the module whose parameters it has."""
-        mesh = mesh_for(self.layout)
+        mesh = self.mesh
+        self._cut_models.follow(optimizer)
         refuse(
             {
                 f"options of DDP: {self._ddp_kwargs}": self._ddp_kwargs,
@@ -119,6 +145,8 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         if args or kwargs:
             self._refuse(f"backward with {', '.join(kwargs) or 'positions'}", "fabric.backward(loss, weight=count)")
         one, engine = self._one(module), self._of(module)
+        if self._cut_models.shares_rows:
+            weight = self._cut_models.weight_of(tensor, weight, "fabric.backward(model(**batch).loss)")
         self.precision.pre_backward(tensor, one.module)
         with name_failed_rank(engine.mesh):
             engine.backward(tensor, one.label_counter.weight_of(tensor, weight, engine))
@@ -154,13 +182,13 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Whole parameters, at every stage; all ranks come here."""
         with self._full_parameters(module) as moves:
-            state = super().get_module_state_dict(module)
+            state = whole_state(super().get_module_state_dict(module), module, self.mesh)
             return {n: v.clone() if moves and isinstance(v, Tensor) else v for n, v in state.items()}
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning's, at every stage."""
         with self._full_parameters(module):
-            super().load_module_state_dict(module, state_dict, strict)
+            super().load_module_state_dict(module, part_of_state(state_dict, module, self.mesh), strict)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """In a checkpoint nothing: all ranks save the state beside the file. Asked for by the script: the optimizer's,

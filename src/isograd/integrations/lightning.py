@@ -1,9 +1,12 @@
 """Lightning on the engine: `Trainer(strategy=ig.integrations.LightningStrategy("dp4 zero3"))`, or strategy="isograd".
 
-A training_step says what its loss is the mean of: `return {"loss": loss, "weight": labels}`; without a weight it is the
-mean over the rows of its batch. Nothing is divided by accumulate_grad_batches or ranks. The engine is made when fit
-sets up, from the one optimizer of configure_optimizers; it clips to gradient_clip_val. Checkpoints are Lightning's, but
-for the optimizer's state, which is in a folder beside the file, NAME.isograd, and loads under any layout.
+A training_step says what its loss is the mean of: `return {"loss": loss, "weight": labels}`. Without a weight a loss
+that a model of transformers has made of `labels` weighs these, any other loss the rows of its batch. Nothing is divided
+by accumulate_grad_batches or ranks. Under cp and tp ("dp2 cp2 ulysses") the ranks of a group get the same rows, the
+model of transformers in the module computes this rank's part of them, and a training_step that returns
+`self.model(**batch).loss` weighs this part's labels. The engine is made when fit sets up, from the one optimizer of
+configure_optimizers; it clips to gradient_clip_val. Checkpoints are Lightning's, but for the optimizer's state, which
+is in a folder beside the file, NAME.isograd, and loads under any layout.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,10 +23,12 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from isograd.checkpoint import CheckpointManager
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
 from isograd.integrations.optimizer import EngineOptimizer, on_shards
-from isograd.integrations.weights import WeightKind, rows_in
+from isograd.integrations.shared_rows import CutModels, part_of_state, whole_state
+from isograd.integrations.weights import LabelCounter, WeightKind, rows_in
 from isograd.integrations.world import FailureReport, failed_rank_error, mesh_for, name_failed_rank_in_forward, refuse
 
 if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
@@ -50,6 +56,7 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         self.layout, self._elementwise = layout, elementwise
         self._weight: float | Tensor | None = None  # of the batch under way, as training_step has said
         self._rows: int | None = None  # of that batch
+        self._label_counter: LabelCounter | None = None  # of a model of transformers in the module
         self._syncing, self._rows_said = True, False
         self._loaded_from: Path | None = None
         self._loop: FailureReport | None = None  # the fit under way
@@ -61,6 +68,25 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         return own[0].engine if own else None
 
     # -- setting up
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Of the layout, over the ranks that Lightning has started."""
+        return mesh_for(self.layout, "dp cp tp ep")
+
+    @cached_property
+    def _cut_models(self) -> CutModels:
+        return CutModels(self.mesh)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The ranks of a cp or tp group get the same rows."""
+        return {"num_replicas": self.mesh.size("dp"), "rank": self.mesh.index("dp")}
+
+    def model_to_device(self) -> None:
+        """Lightning's. At zero3 the engine fills a model of `ig.hf.load`, which has no values before."""
+        if not any(parameter.is_meta for parameter in self.model.parameters()):
+            super().model_to_device()
 
     def configure_ddp(self) -> None:
         """Nothing is wrapped."""
@@ -78,9 +104,12 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
             super().setup(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Lightning's, and an engine of the one optimizer."""
+        """Lightning's, and an engine of the one optimizer. Under cp, tp and ep the model of transformers in the module
+        is attached or cut in place before."""
+        mesh, module = self.mesh, self.lightning_module
+        model = self._cut_models.cut(module)
+        self._label_counter = None if model is module else LabelCounter(model, "training_step", mesh)
         super().setup_optimizers(trainer)
-        mesh, module = mesh_for(self.layout), self.lightning_module
         algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)
         plain = lightning.LightningModule.configure_gradient_clipping
         refuse(
@@ -99,6 +128,7 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
             "one optimizer of what trains in the whole fit; gradient_clip_val=... clips by the norm; averages: zero2",
             mesh,
         )
+        self._cut_models.follow(self.optimizers[0])
         optimizer = on_shards(self.optimizers[0], module, mesh)
         engine = Engine(module, mesh, optimizer, clip=trainer.gradient_clip_val or None, elementwise=self._elementwise)
         name_failed_rank_in_forward(engine)
@@ -132,12 +162,23 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         """Lightning's; notes the weight of the loss."""
         self._weight, self._rows = None, rows_in((args, kwargs))
         output = super().training_step(*args, **kwargs)
-        self._weight = output.get("weight") if isinstance(output, Mapping) else None
+        said = output if isinstance(output, Mapping) else {"loss": output}
+        if self.lightning_module.automatic_optimization and said.get("loss") is not None:
+            line = "training_step: return self.model(**batch).loss"
+            self._weight = self._labels_of(said["loss"], said.get("weight"), line)
         return output
 
-    def _weight_of(self, given: float | Tensor | None, engine: Engine) -> float | Tensor:
+    def _labels_of(self, loss: Tensor, given: float | Tensor | None, line: str) -> float | Tensor | None:
+        """given; else how many labels a model of transformers has made the loss of. line: as `weight_of` takes it."""
+        if self._cut_models.shares_rows:
+            return self._cut_models.weight_of(loss, given, line)
+        return self._label_counter.labels_of(loss) if given is None and self._label_counter is not None else given
+
+    def _weight_of(self, loss: Tensor, given: float | Tensor | None, engine: Engine) -> float | Tensor:
         """given: by manual_backward, which comes before training_step returns."""
-        weight = self._weight if given is None else given
+        weight = self._weight
+        if not self.lightning_module.automatic_optimization:
+            weight = self._labels_of(loss, given, "self.manual_backward(self.model(**batch).loss)")
         self._kinds.note(engine, weight is not None)
         if weight is None:
             if not self._rows_said and self.is_global_zero:
@@ -160,7 +201,7 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         engine = self._engine_of("backward")
         with nullcontext() if self._syncing else engine.no_sync():
             loss = closure_loss * divided if divided > 1 else closure_loss
-            engine.backward(loss, self._weight_of(weight, engine))
+            engine.backward(loss, self._weight_of(closure_loss, weight, engine))
         return precision.post_backward(closure_loss, module)  # type: ignore[no-any-return]
 
     @contextmanager
@@ -202,14 +243,15 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole parameters, at every stage; all ranks come here."""
         with self._full_parameters():
-            state = super().lightning_module_state_dict()
+            state = whole_state(super().lightning_module_state_dict(), self.lightning_module, self.mesh)
             moves = self.engine is not None and self.engine.mesh.layout.zero == 3
             return {n: v.clone() if moves and isinstance(v, Tensor) else v for n, v in state.items()}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning's, at every stage."""
         with self._full_parameters():
-            super().load_model_state_dict(checkpoint, strict)
+            state = part_of_state(checkpoint["state_dict"], self.lightning_module, self.mesh)
+            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Nothing: the state is saved by all ranks, beside the file."""

@@ -1,6 +1,6 @@
-"""Ranks of a cp or tp group, which work on the same rows: the rows they get, and what their loop must not do.
+"""Ranks of a cp, tp or pp group, which work on the same rows: the rows they get, and what their loop must not do.
 
-The model is one of transformers: attached under cp, cut in place under tp and ep (`ig.hf.attach`), or made by
+The model is one of transformers: attached under cp, cut in place under tp, ep and pp (`ig.hf.attach`), or made by
 `ig.hf.load`. Each rank gets its part of a batch by `ig.hf.shard`.
 """
 
@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from isograd.comm import raw
-from isograd.core.contract import contract_of
+from isograd.core.contract import assemble, contract_of
 from isograd.core.mesh import Mesh
-from isograd.hf import attach, shard
+from isograd.errors import IntegrationError
+from isograd.hf import BatchPart, attach, shard
+from isograd.integrations.world import refuse
 
 
 class RowParts:
-    """A forward that is called with whole rows and computes this rank's part of them."""
+    """A forward that is called with whole rows and computes this rank's part of them. Without gradients, as in a
+    validation, its loss is the mean over the labels of all parts, and its logits are of all tokens."""
 
     def __init__(self, forward: Callable[..., Any], mesh: Mesh) -> None:
         self.whole_rows, self._mesh = forward, mesh
@@ -30,8 +33,64 @@ class RowParts:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         part = shard(dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs, self._mesh)
         output = self.whole_rows(**part.inputs)
+        if not torch.is_grad_enabled():
+            return _of_all_parts(output, part, self._mesh)
         self.loss, self.weight = output.get("loss"), part.weight
         return output
+
+
+class CutModels:
+    """The models that one loop trains, cut in place for its mesh, and what their losses weigh."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.shares_rows = mesh.size("cp") * mesh.size("tp") > 1
+        self._parts: list[RowParts] = []
+        self._replaced = WeakIdKeyDictionary()
+
+    def cut(self, module: nn.Module) -> nn.Module:
+        """A model of transformers, or the one that stands in a module of the script's: it is cut under tp and ep,
+        attached under cp, and its forward is given whole rows. Returns it, or the module."""
+        model: nn.Module = next((part for part in module.modules() if hasattr(part, "set_attn_implementation")), module)
+        if isinstance(model.forward, RowParts):  # by another loop
+            model.forward = model.forward.whole_rows
+        if not self.shares_rows and not cuts_model(self.mesh):
+            return model
+        own = {id(parameter) for parameter in model.parameters()}
+        others = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in own]
+        refuse(
+            {f"trained parameters outside of {type(model).__name__}: {others[:4]}": others},
+            "ranks that share their rows train one model of transformers",
+            f"{others[0] if others else ''}.requires_grad_(False); or a layout of dp and zero0 to zero3",
+            self.mesh,
+        )
+        self._replaced.update(cut_whole_model(model, self.mesh))
+        if self.mesh.size("cp") > 1:
+            attach(model, self.mesh)
+        if self.shares_rows:
+            self._parts.append(RowParts(model.forward, self.mesh))
+            model.forward = self._parts[-1]
+        return model
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that was made for whole models gets the parts that have taken their place."""
+        follow_cut(optimizer, self._replaced)
+
+    def weight_of(self, loss: object, weight: object, line: str) -> Tensor:
+        """How many labels of this rank's part the loss of a model's last forward is the mean of. line: that is right
+        where this loss, or a weight, is refused."""
+        made = [part for part in self._parts if part.loss is loss]
+        if weight is not None or len(made) != 1:
+            raise IntegrationError(
+                "IG861",
+                "under cp or tp, a backward of something else than the loss of a prepared model",
+                seen=f"weight={weight}" if made else "a loss that no prepared model has returned last",
+                expected="the mean over the labels of this rank's part, undivided, which it weighs by itself",
+                fix=line,
+                where=self.mesh.describe_rank(),
+            )
+        made[0].loss = None
+        return made[0].weight
 
 
 def prepare_data_loader(accelerator: Any, loader: Any, mesh: Mesh, device_placement: bool | None) -> Any:
@@ -55,28 +114,31 @@ def prepare_data_loader(accelerator: Any, loader: Any, mesh: Mesh, device_placem
 
 def cuts_model(mesh: Mesh) -> bool:
     """Whether a rank has a part of the model alone, beside what ZeRO shards."""
-    return mesh.size("tp") * mesh.size("ep") > 1
+    return mesh.size("tp") * mesh.size("ep") * mesh.size("pp") > 1
 
 
 def cut_whole_model(model: nn.Module, mesh: Mesh) -> WeakIdKeyDictionary:
-    """Under tp and ep each rank gets its part of a model that is whole. Returns {parameter before: after}."""
+    """Under tp, ep and pp each rank gets its part of a whole model. Returns {parameter before: after}, with None
+    after one that is in another stage."""
     contracts = [contract_of(parameter) for parameter in model.parameters()]
     cut = {shard.axis for contract in contracts if contract is not None for shard in contract.shards}
+    cut |= {"pp"} if hasattr(model, "chunks") else set()
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-    if any(mesh.size(axis) > 1 and axis not in cut for axis in ("tp", "ep")):
+    if any(mesh.size(axis) > 1 and axis not in cut for axis in ("tp", "ep", "pp")):
         attach(model, mesh)
     after = dict(model.named_parameters(remove_duplicate=False))
-    return WeakIdKeyDictionary({p: after[name] for name, p in before.items() if after[name] is not p})
+    return WeakIdKeyDictionary({p: after.get(name) for name, p in before.items() if after.get(name) is not p})
 
 
 def follow_cut(optimizer: torch.optim.Optimizer, replaced: WeakIdKeyDictionary) -> None:
     """An optimizer that was made for the whole model gets the parts that have taken its place."""
     for group in optimizer.param_groups:
-        group["params"][:] = [replaced.get(p, p) if not optimizer.state.get(p) else p for p in group["params"]]
+        parts = [p if optimizer.state.get(p) else replaced.get(p, p) for p in group["params"]]
+        group["params"][:] = [part for part in parts if part is not None]
 
 
 def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, Any]:
-    """What a Trainer refuses under cp and tp, and whether it is so: what shifts labels of a part again, and more."""
+    """What a Trainer refuses under cp, tp and pp, and whether it is so: what shifts labels again, and more."""
     args, mesh = trainer.args, trainer.mesh
     loss = next((kind for kind in classes if "compute_loss" in vars(kind)), object)
     own = not loss.__module__.startswith("transformers.")
@@ -88,7 +150,44 @@ def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, A
         "compute_metrics: evaluate without it, or in a Trainer of dp alone": trainer.compute_metrics,
         "dispatch_batches: set it to False in accelerator_config": trainer.accelerator.dispatch_batches,
     }
-    return {f"{'cp' if mesh.size('cp') > 1 else 'tp'} with {what}": is_set for what, is_set in found.items()}
+    if mesh.size("pp") > 1:
+        routed = bool(getattr(trainer.model.config, "output_router_logits", False))
+        found |= {"a balance loss of experts: set output_router_logits to False in the model's config": routed}
+    axis = next(axis for axis in ("cp", "tp", "pp") if mesh.size(axis) > 1)
+    return {f"{axis} with {what}": is_set for what, is_set in found.items()}
+
+
+@torch.no_grad()
+def whole_state(state: Mapping[str, Any], model: nn.Module, mesh: Mesh) -> dict[str, Any]:
+    """A state dict of this rank's parts with whole parameters, on every rank."""
+    parts = dict(model.named_parameters(remove_duplicate=False)) if cuts_model(mesh) else {}
+    contracts = {name: contract for name, p in parts.items() if (contract := contract_of(p)) is not None}
+    return {
+        name: assemble(value.detach(), contracts[name], mesh) if name in contracts else value
+        for name, value in state.items()
+    }
+
+
+def part_of_state(state: Mapping[str, Any], model: nn.Module, mesh: Mesh) -> dict[str, Any]:
+    """A state dict of whole parameters with those parts of them that this rank has."""
+    parts = dict(state)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        contract = contract_of(parameter)
+        if contract is not None and name in parts and parts[name].shape == contract.shape:
+            parts[name] = parts[name][tuple(slice(*span) for span in contract.local(mesh))]
+    return parts
+
+
+@torch.no_grad()
+def _of_all_parts(output: Any, part: BatchPart, mesh: Mesh) -> Any:
+    """A model's output whose loss is the mean over the labels of all parts, and whose logits are of all tokens."""
+    if output.get("loss") is not None:
+        sums = torch.stack((output["loss"].double() * part.weight, part.weight.double()))
+        total, labels = raw.all_reduce(sums, mesh.group("cp"))
+        output["loss"] = (total / labels.clamp(min=1)).to(output["loss"].dtype)
+    if output.get("logits") is not None:
+        output["logits"] = part.gather_sequence(output["logits"])
+    return output
 
 
 @torch.no_grad()
@@ -98,9 +197,7 @@ def evaluated(
     """(the mean over the labels of all parts, the logits of all tokens) of whole rows."""
     part = shard(batch, mesh)
     output = model(**part.inputs)
-    loss = None
-    if "labels" in part.inputs:
-        sums = torch.stack((output.loss.double() * part.weight, part.weight.double()))
-        total, labels = raw.all_reduce(sums, mesh.group("cp"))
-        loss = total / labels.clamp(min=1)
-    return loss, part.gather_sequence(output.logits) if logits else None
+    if not logits:
+        output["logits"] = None
+    whole = _of_all_parts(output, part, mesh)
+    return whole.get("loss") if "labels" in part.inputs else None, whole["logits"]

@@ -10,8 +10,9 @@ The subclass keeps the Trainer's loop, data, callbacks, schedules, evaluation an
 3. The balance loss of a model with experts is a term of its own (`ig.Terms`), the mean over the tokens it is of.
 4. `optimizer.step` settles, clips to `max_grad_norm` and steps, on all ranks or on none.
 5. Checkpoints have the engine's state in a folder `isograd`, which any layout loads.
-6. The ranks of a cp or tp group get the same rows (`ig.hf.shard`). Under cp the model is attached (`ig.hf.attach`);
-   under tp and ep it is cut in place, or one of `ig.hf.load`.
+6. The ranks of a cp, tp or pp group get the same rows (`ig.hf.shard`). Under cp the model is attached
+   (`ig.hf.attach`); under tp, ep and pp it is cut in place, or one of `ig.hf.load`.
+7. Under pp the micro-batches of a step go through the stages together, when the Trainer has come to the last one.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from isograd.engine import Engine, Stats
 from isograd.errors import EngineError, IntegrationError
 from isograd.hf import attach, shard
 from isograd.hf.export import export_hf
+from isograd.hf.losses import KEYS
 from isograd.integrations.optimizer import EngineOptimizer, on_shards
 from isograd.integrations.shared_rows import (
     cut_whole_model,
@@ -59,9 +61,10 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     """What `trainer` puts before a Trainer class."""
 
     isograd_layout: str | None = None
-    model_axes = "dp cp tp ep"  # of a layout
+    model_axes = "dp cp tp ep pp"  # of a layout
     args: Any
     optimizer: Any
+    _signature_columns: list[str]
     loss_is_scaled_for_ga = True  # "do not divide by accumulation steps"
     divides_by_step = True  # whether a loss that says this of itself divides by counts of the whole step
 
@@ -89,6 +92,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         if self.mesh.size("cp") > 1 and not hasattr(self.model, "_isograd_attached"):  # ig.hf.load has attached its own
             attach(self.model, self.mesh)
         self._micros: list[Any] = []  # of the step under way
+        self._waiting: list[Any] = []  # those of them that a pipeline has not run yet
         self._weight: float | Tensor = 0.0  # of the micro-batch under way
         self._routed_tokens: float | Tensor = 0.0
         self._router_losses: list[Mapping[str, Any]] = []  # what its forwards said beside the loss
@@ -103,8 +107,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
 
     @property
     def _shares_rows(self) -> bool:
-        """Whether several ranks work on the same rows: those of a cp or a tp group."""
-        return self.mesh.size("cp") * self.mesh.size("tp") > 1
+        """Whether several ranks work on the same rows: those of a cp, tp or pp group."""
+        return self.mesh.size("cp") * self.mesh.size("tp") * self.mesh.size("pp") > 1
 
     @property
     def engine(self) -> Engine:
@@ -195,7 +199,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             return super().train(*args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._loss_before = None
+        self._loss_before, self._waiting = None, []
         if isinstance(self.optimizer, EngineOptimizer):  # a further train()
             self._refuse_taken_over()
             self.engine.discard()
@@ -245,8 +249,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         return self.mesh.size("cp")
 
     def get_tp_size(self) -> int:
-        """The same, of tp."""
-        return self.mesh.size("tp")
+        """The same, of tp and pp."""
+        return self.mesh.size("tp") * self.mesh.size("pp")
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The Trainer's. At zero3 the engine fills a model of `ig.hf.load`, which has no values before."""
@@ -257,11 +261,19 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         """accelerate's, which deals batches to ranks; here to groups that share them."""
         return prepare_data_loader(self.accelerator, loader, self.mesh, device_placement)
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """The Trainer's, which drops columns that a forward does not name; the forward of a stage names none."""
+        super()._set_signature_columns_if_needed()
+        if self.mesh.size("pp") > 1:
+            self._signature_columns = [*self._signature_columns, *KEYS]
+
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any) -> Any:
         """The Trainer's. Of cut sequences: the loss is the mean over the labels of all parts, and logits are of all."""
         if not self._shares_rows:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         inputs = self._prepare_inputs(inputs)
+        if self.mesh.size("pp") > 1:
+            return torch.tensor(self.engine.evaluate([inputs]).loss, device=self.args.device), None, None
         with self.compute_loss_context_manager():
             loss, logits = evaluated(model, inputs, self.mesh, logits=not prediction_loss_only)
         return loss, logits, None if prediction_loss_only else inputs.get("labels")
@@ -288,6 +300,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         """Forward and backward of a micro-batch; the loss returned is the mean over its own labels."""
         if self._loss_before is None:
             self._loss_before = self._tr_loss.clone()
+        if self.mesh.size("pp") > 1:
+            return self._training_step_of_stages(inputs)
         self._router_losses = []
         self._routed_tokens = routed_in(inputs) if isinstance(inputs, Mapping) else 0
         cuts = self._shares_rows
@@ -311,6 +325,15 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         finally:
             self._router_losses, self._weighs = [], False
         return loss
+
+    def _training_step_of_stages(self, inputs: Any) -> Tensor:
+        """Behind the last micro-batch of a step all of them run; the loss that is logged is that of the step."""
+        self.model.train()
+        self._waiting.append(self._prepare_inputs(inputs))
+        if self.accelerator.sync_gradients:
+            micros, self._waiting = self._waiting, []
+            self.engine.accumulate(micros)
+        return torch.zeros((), device=self.args.device)
 
     def _report_failure(self, error: Exception) -> None:
         """Tell the other ranks, which wait at their step, that this one failed. (A loss that communicates may have them

@@ -82,14 +82,14 @@ class LabelCounter:
             self._loss = output.get("loss") if isinstance(output, Mapping) else None
             self._labels = None if self._loss is None else labels_of_loss(model, kwargs)
 
-    def made(self, loss: Tensor) -> bool:
-        """Whether the model made this loss of labels in its last forward."""
-        return self._labels is not None and loss is self._loss
+    def labels_of(self, loss: Tensor) -> Tensor | None:
+        """How many labels the model has made this loss of in its last forward; None: another loss."""
+        return self._labels if loss is self._loss else None
 
     def weight_of(self, loss: Tensor, given: float | Tensor | None, engine: Engine) -> float | Tensor:
         """What a loss of the last forward is the mean of: what was given; else what is known of it."""
-        if given is None and self.made(loss):
-            given = self._labels
+        if given is None:
+            given = self.labels_of(loss)
         self._kinds.note(engine, given is not None)
         if given is not None:
             return given

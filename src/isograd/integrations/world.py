@@ -1,7 +1,7 @@
 """The mesh of a script that another library started: from a layout given in code, or by `--isograd` beside its options.
 
-A model that another library has built is whole. Every integration has dp and the ZeRO stages; those that cut the batch
-of a model of transformers have cp, too.
+A model that another library has built is whole. Every integration has dp and the ZeRO stages; those that cut a model of
+transformers and its batch have cp, tp and ep, too (shared_rows.py).
 """
 
 from __future__ import annotations
@@ -86,10 +86,9 @@ def mesh_for(layout: str | None, axes: str = "dp") -> Mesh:
             f"this integration does not cut a model over {', '.join(missing)}",
             seen=str(mesh.layout),
             expected=f"{' and '.join(axes.split())} with zero0 to zero3",
-            fix="cp: Trainer = ig.integrations.trainer(Trainer, 'dp2 cp2 ulysses zero1'), or "
-            '"sequence_parallel_size": 2 in DeepSpeed\'s config. tp, pp, ep: model = ig.hf.load(folder, mesh); '
-            "engine = ig.Engine(model, mesh, optimizer); part = ig.hf.shard(batch, mesh); "
-            "engine.backward(model(**part.inputs).loss, weight=part.weight)",
+            fix="cp, tp, ep: Trainer = ig.integrations.trainer(Trainer, 'dp2 cp2 ulysses zero1'), or accelerate, "
+            "Lightning or DeepSpeed. pp: model = ig.hf.load(folder, mesh); engine = ig.Engine(model, mesh, optimizer); "
+            "engine.train_step(batch, micro_batches=4)",
             where=mesh.describe_rank(),
         )
     return mesh

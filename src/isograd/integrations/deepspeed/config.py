@@ -16,10 +16,7 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
     """The fields of a run's config, and every key of the file with its fate. ranks: that the run will have."""
     keys, zero, stage = opened(values)
     zero.rest()
-    cut = keys.section("tensor_parallel")
-    tp = cut.positive_int("autotp_size", "layout", 1)
-    cut.rest()
-    cp = keys.positive_int("sequence_parallel_size", "layout: cp ulysses", 1)
+    cp, tp = cut_sizes(keys, Layout())
     batch, micro, ranks = batch_of(keys, ranks, tp * cp)
     cuts = (f" cp{cp} ulysses" if cp > 1 else "") + (f" tp{tp}" if tp > 1 else "")
     layout = Layout.parse(f"dp{ranks // (tp * cp)}{cuts} zero{stage}")
@@ -49,6 +46,18 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
         "micro_batches": micro,
         "log": log,
     }, keys.rows
+
+
+def cut_sizes(keys: Keys, asked: Layout) -> tuple[int, int]:
+    """The sizes of cp and tp. asked: what was asked for beside the config, which must not contradict it."""
+    cut = keys.section("tensor_parallel")
+    cp = keys.positive_int("sequence_parallel_size", "layout: cp ulysses", asked.cp)
+    tp = cut.positive_int("autotp_size", "layout: tp", asked.tp)
+    cut.rest()
+    for name, size, other in (("sequence_parallel_size", cp, asked.cp), ("autotp_size", tp, asked.tp)):
+        if other not in (1, size):
+            keys.row(name, size, "refused", f"is not the {other} of layout, mpu or mesh_param")
+    return cp, tp
 
 
 def batch_of(keys: Keys, ranks: int | None, tp: int) -> tuple[int, int, int]:

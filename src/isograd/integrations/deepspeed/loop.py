@@ -31,12 +31,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from isograd.checkpoint import CheckpointManager, SavedWeights
 from isograd.comm.consensus import all_gather_object
+from isograd.core.contract import Contract, contract_of
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Stats
 from isograd.errors import IntegrationError
-from isograd.hf import attach, shard
 from isograd.integrations.deepspeed.settings import Settings, read
 from isograd.integrations.optimizer import EngineOptimizer, on_shards
+from isograd.integrations.shared_rows import CutModels, whole_state
 from isograd.integrations.weights import LabelCounter
 from isograd.integrations.world import mesh_for, name_failed_rank, name_failed_rank_in_forward
 from isograd.io.atomic import replace_text
@@ -72,10 +73,14 @@ def initialize(
     config: str | Path | Mapping[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | Path | Mapping[str, Any] | None = None,
+    *,
+    layout: str | None = None,
 ) -> tuple[LoopEngine, EngineOptimizer, DataLoader[Any] | None, Any]:
     """(engine, optimizer, loader, scheduler), as deepspeed.initialize; the arguments are the same.
 
-    The config's ZeRO stage is the layout, over all ranks that torchrun has started. What cannot be kept is refused.
+    The config's ZeRO stage is the layout, over all ranks that torchrun has started, and the sizes of its
+    sequence_parallel_size and autotp_size, of an mpu, or of a mesh_param. layout: "dp2 tp2 sp zero1" and the like says
+    the same in isograd's words, and dp, cp, tp and ep. What cannot be kept is refused.
     """
     mesh = mesh_for(None)
     given = next(
@@ -88,24 +93,42 @@ def initialize(
     if not isinstance(model, nn.Module) or hasattr(model, "mpu"):
         _refuse(f"a {type(model).__name__} as model", "an nn.Module; pipelines: ig.hf.load under pp", mesh)
     values = dict(given) if isinstance(given, Mapping) else read_json(given, CONFIG, follow=True)
-    settings = read(values, mesh.layout.world_size, _sequence_parallel_size(mpu, mesh_param, mesh))
-    mesh = mesh_for(f"cp{settings.cp} zero{settings.stage}", "dp cp")
-    if mpu is not None and mpu.get_sequence_parallel_rank() != mesh.index("cp"):
-        _refuse("mpu with other sequence groups", "neighbours: rank % sequence_parallel_size", mesh)
+    settings = read(values, mesh.layout.world_size, _layout_of_groups(layout, mpu, mesh_param, mesh))
+    mesh = mesh_for(settings.layout, "dp cp tp ep")
+    for axis, names in GROUPS.items():
+        rank = _ask(mpu, names, "rank")
+        if rank not in (None, mesh.index(axis)):
+            seen = f"an mpu whose {names[0]} groups are not those of {str(mesh.layout)!r}: it is rank {rank} of one"
+            _refuse(seen, f"rank {mesh.index(axis)}, as tp ranks are neighbours, and then cp ranks", mesh)
     engine = LoopEngine(model, settings, mesh, optimizer, model_parameters, lr_scheduler)
     loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
     engine.training_dataloader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
-def _sequence_parallel_size(mpu: Any, mesh_param: Any, mesh: Mesh) -> int:
-    """Of DeepSpeed's two arguments beside the config: an mpu with sequence groups, or (data, sequence) sizes."""
-    if mpu is None:
-        return 1 if mesh_param is None else int(mesh_param[1])
-    tensor = getattr(mpu, "get_tensor_model_parallel_world_size", getattr(mpu, "get_model_parallel_world_size", None))
-    if not hasattr(mpu, "get_sequence_parallel_world_size") or (tensor is not None and tensor() > 1):
-        _refuse("an mpu without sequence groups, or with tp", "get_sequence_parallel_world_size() and no tp", mesh)
-    return int(mpu.get_sequence_parallel_world_size())
+GROUPS = {"cp": ("sequence",), "tp": ("tensor_model", "model"), "pp": ("pipeline_model", "pipe")}  # as an mpu has them
+
+
+def _ask(mpu: Any, names: tuple[str, ...], what: str) -> int | None:
+    """The rank or the world_size of this rank in one of an mpu's groups; None: it has no such groups."""
+    asked = (getattr(mpu, f"get_{name}_parallel_{what}", None) for name in names)
+    return next((int(ask()) for ask in asked if ask is not None), None)
+
+
+def _layout_of_groups(layout: str | None, mpu: Any, mesh_param: Any, mesh: Mesh) -> str:
+    """In words: a layout, or DeepSpeed's own: an mpu with groups, (data, sequence) sizes."""
+    if (layout is not None) + (mpu is not None) + (mesh_param is not None) > 1:
+        _refuse("two of layout, mpu and mesh_param", "one of them, or the sizes in the config", mesh)
+    if mesh_param is not None:
+        return f"dp{int(mesh_param[0])} cp{int(mesh_param[1])}"
+    sizes = {axis: _ask(mpu, names, "world_size") for axis, names in GROUPS.items()}
+    if mpu is not None and (set(sizes.values()) == {None} or (sizes["pp"] or 1) > 1):
+        _refuse(
+            "an mpu without groups, or with a pipeline",
+            "get_sequence_parallel_world_size() or get_tensor_model_parallel_world_size()",
+            mesh,
+        )
+    return layout or " ".join(f"{axis}{size}" for axis, size in sizes.items() if size is not None)
 
 
 def _refuse(seen: str, expected: str, mesh: Mesh) -> NoReturn:
@@ -127,18 +150,18 @@ class LoopEngine(nn.Module):
     ) -> None:
         super().__init__()
         self.settings, self.mesh = settings, mesh
-        model.to(mesh.device, torch.bfloat16 if settings.bf16 else None)
-        if mesh.size("cp") > 1:
-            attach(model, mesh)
-        self.module = model
-        trained = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
+        if not any(parameter.is_meta for parameter in model.parameters()):  # of ig.hf.load at ZeRO 3
+            model.to(mesh.device, torch.bfloat16 if settings.bf16 else None)
+        self.module, self._cut_models = model, CutModels(mesh)
         make = optimizer if optimizer is not None else settings.optimizer
         if make is None:
             _refuse("no optimizer", "optimizer=..., or one in the config", mesh)
-        try:
-            made = make if isinstance(make, torch.optim.Optimizer) else make(trained)
-        except (TypeError, ValueError) as error:
-            _refuse(f"an optimizer whose options torch refuses: {error}", "options of the right kinds", mesh)
+        ready = isinstance(make, torch.optim.Optimizer) or parameters is not None
+        made = self._made(make, parameters) if ready else None
+        self._cut_models.cut(model)
+        if made is None:
+            made = self._made(make, [p for p in model.parameters() if p.requires_grad])
+        self._cut_models.follow(made)
         moved = on_shards(made, model, mesh)
         options: Any = {"clip": settings.clip or None, "offload": settings.offload, "elementwise": settings.elementwise}
         self.engine = Engine(model, mesh, moved, **options)
@@ -155,6 +178,13 @@ class LoopEngine(nn.Module):
         if settings.unused and mesh.rank == 0:
             print(f"isograd: of the DeepSpeed config nothing writes to {', '.join(settings.unused)}", file=sys.stderr)
 
+    def _made(self, make: Any, parameters: Any) -> torch.optim.Optimizer:
+        try:
+            made: torch.optim.Optimizer = make if isinstance(make, torch.optim.Optimizer) else make(parameters)
+        except (TypeError, ValueError) as error:
+            _refuse(f"an optimizer whose options torch refuses: {error}", "options of the right kinds", self.mesh)
+        return made
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -170,14 +200,14 @@ class LoopEngine(nn.Module):
     # -- a micro-batch
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's. With a sequence_parallel_size it is given whole rows, the same on the ranks of a sequence
-        group, and computes this rank's part of them: the loss is the mean over this part's labels."""
-        if self.mesh.size("cp") == 1:
+        """The module's. Under cp and tp it is given whole rows, the same on the ranks of a group, and computes this
+        rank's part of them: the loss is the mean over this part's labels."""
+        if not self._cut_models.shares_rows:
             return self.module(*args, **kwargs)
         if args:
             _refuse("positional arguments", "engine(input_ids=..., labels=..., attention_mask=...)", self.mesh)
         batch = {name: value.to(self.device) for name, value in kwargs.items() if isinstance(value, Tensor)}
-        return self.module(**shard(batch, self.mesh).inputs)
+        return self.module(**batch)
 
     def backward(
         self,
@@ -193,12 +223,8 @@ class LoopEngine(nn.Module):
                 f"backward(retain_graph={retain_graph}, scale_wrt_gas={scale_wrt_gas})",
                 "the mean loss of a micro-batch, undivided, once", self.mesh,
             )  # fmt: skip
-        if self.mesh.size("cp") > 1 and not (weight is None and self._label_counter.made(loss)):
-            _refuse(
-                "a weight, or a loss that is not the model's own" if weight is None else f"weight={weight}",
-                "engine.backward(output.loss): undivided, the mean over the labels of this rank's part",
-                self.mesh,
-            )
+        if self._cut_models.shares_rows:
+            weight = self._cut_models.weight_of(loss, weight, "engine.backward(engine(**batch).loss)")
         reduces = self._syncing and (self.is_gradient_accumulation_boundary() or self.settings.stage > 1)
         with name_failed_rank(self.mesh), nullcontext() if reduces else self.engine.no_sync():
             self.engine.backward(loss, self._label_counter.weight_of(loss, weight, self.engine))
@@ -321,7 +347,7 @@ class LoopEngine(nn.Module):
     def module_state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
         """Whole parameters at every stage, under the module's own names; all ranks call it."""
         with self.engine.full_parameters():
-            state = self.module.state_dict()
+            state = whole_state(self.module.state_dict(), self.module, self.mesh)
             return {name: value.clone() for name, value in state.items()} if self.settings.stage == 3 else dict(state)
 
     def save_checkpoint(
@@ -376,8 +402,9 @@ class LoopEngine(nn.Module):
         saved = SavedWeights(place)
         with self.engine.full_parameters() as module, torch.no_grad():
             for name, value in (*module.named_parameters(), *module.named_buffers()):
-                if saved.has(name, tuple(value.shape)):
-                    value.copy_(saved.read(name, tuple(value.shape), [(0, size) for size in value.shape]))
+                contract = contract_of(value) or Contract(tuple(value.shape))
+                if saved.has(name, contract.shape):
+                    value.copy_(saved.read(name, contract.shape, contract.local(self.mesh)))
 
     def _name_of(self, tag: object) -> str:
         """A tag is the name of a folder."""

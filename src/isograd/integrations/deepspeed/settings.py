@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from isograd.core.layout import Layout
 from isograd.errors import IntegrationError
-from isograd.integrations.deepspeed.config import batch_of, dtype_of
+from isograd.integrations.deepspeed.config import batch_of, cut_sizes, dtype_of
 from isograd.integrations.deepspeed.keys import KeyOutcome, Keys, opened
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -35,7 +36,7 @@ class Settings:
     micro: int  # rows of a micro-batch of one rank
     steps: int  # micro-batches of a step
     stage: int
-    cp: int  # sequence_parallel_size
+    layout: str  # in words; dp has the ranks that are left
     offload: bool
     bf16: bool
     clip: float
@@ -46,9 +47,14 @@ class Settings:
     unused: tuple[str, ...]  # monitors that nothing writes to
 
 
-def read(values: object, ranks: int, cp: int = 1) -> Settings:
-    """The settings, or IG863, IG864, or IG865 with all keys that would train otherwise. cp: of mpu or mesh_param."""
+def read(values: object, ranks: int, words: str = "") -> Settings:
+    """The settings, or IG863, IG864, or IG865 with all keys that would train otherwise. words: those of layout, of mpu
+    or of mesh_param."""
     keys, zero, stage = opened(values)
+    asked = Layout.parse(words)
+    if "zero" in words and stage not in (0, asked.zero):
+        zero.row("stage", stage, "refused", f"is not the zero{asked.zero} of layout")
+    stage = stage or asked.zero
     offload = [_offloads(zero.section(name)) for name in ("offload_optimizer", "offload_param")]
     zero.rest()
     bf16 = dtype_of(keys) == "bf16"
@@ -58,10 +64,11 @@ def read(values: object, ranks: int, cp: int = 1) -> Settings:
     untested = keys.flag("zero_allow_untested_optimizer", "Engine(elementwise=True)")
     unused = tuple(name for name in MONITORS if _enabled(keys.values.pop(name, None)))
     optimizer, schedule = _optimizer(keys.section("optimizer")), _schedule(keys.section("scheduler"))
-    size = keys.positive_int("sequence_parallel_size", "layout", cp)
-    if cp not in (1, size):
-        keys.row("sequence_parallel_size", size, "refused", f"is not the {cp} of mpu or mesh_param")
-    batch, steps, _ = batch_of(keys, ranks, size)
+    cp, tp = cut_sizes(keys, asked)
+    words += f" cp{cp} ulysses" if cp > asked.cp else ""
+    words += f" tp{tp}" if tp > asked.tp else ""
+    words += f" zero{stage}" if "zero" not in words else ""
+    batch, steps, _ = batch_of(keys, ranks, cp * tp)
     keys.rest()
     wrong = [row for row in keys.rows if row.fate in ("refused", "open")]
     if any(offload) and not stage:
@@ -74,9 +81,9 @@ def read(values: object, ranks: int, cp: int = 1) -> Settings:
             expected="keys that isograd keeps, or that have no meaning here; no 'auto'",
             fix="change or remove them: 'isograd config from FILE' lists every key",
         )
-    micro = batch // (ranks // size * steps)
+    micro = batch // (ranks // (cp * tp) * steps)
     own = optimizer, schedule, drop_last, untested, unused
-    return Settings(batch, micro, steps, stage, size, any(offload), bf16, clip, *own)
+    return Settings(batch, micro, steps, stage, words, any(offload), bf16, clip, *own)
 
 
 def _enabled(value: object) -> bool:

@@ -1,0 +1,238 @@
+"""Sequences cut over cp, models cut over tp and ep, in the loops of Lightning and Fabric: gradients by name, in fp64,
+those of transformers on one device; resumed under another layout; and refusals.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import isograd as ig
+from isograd.comm import raw
+from isograd.errors import IsogradError
+from isograd.hf.force_fp64 import ForceFP64
+
+from .test_cut_sequences import Rows, model, same
+from .worlds import as_lightning_finds_it
+
+fabrics, lightning = pytest.importorskip("lightning.fabric"), pytest.importorskip("lightning.pytorch")
+RATE = 0.1
+
+
+def rows_of(layout: str, accumulation: int) -> int:
+    """Rows of a step, of one row in each micro-batch."""
+    return int(next((word[2:] for word in layout.split() if word.startswith("dp")), 1)) * accumulation
+
+
+def by_fabric(layout: str, accumulation: int, kind: str = "llama") -> dict[str, Any]:
+    """The loop of Fabric's documentation for one step: gradients by name, the loss, and one that is evaluated."""
+    with as_lightning_finds_it() as (_, ranks):
+        fabric = fabrics.Fabric(accelerator="cpu", devices=ranks, strategy=ig.integrations.FabricStrategy(layout))
+        fabric.launch()
+        whole = model(kind)
+        net, optimizer = fabric.setup(whole, torch.optim.SGD(whole.parameters(), lr=RATE))
+        loader = fabric.setup_dataloaders(DataLoader(Rows(rows_of(layout, accumulation)), batch_size=1))
+        seen: dict[str, Any] = {}
+        for number, batch in enumerate(loader):
+            with ForceFP64(), fabric.no_backward_sync(net, enabled=number + 1 < accumulation):
+                fabric.backward(net(**batch).loss)
+        seen |= {name: g.clone() for name, g in fabric.strategy.engine.grads().items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        seen["loss"] = torch.tensor(optimizer.optimizer.stats.loss, dtype=torch.float64)
+        return seen
+
+
+class Net(lightning.LightningModule):
+    """A model of transformers in a module, as Lightning's documentation has it."""
+
+    makes: Any = torch.optim.SGD
+
+    def __init__(self, kind: str = "llama", manual: int = 0) -> None:
+        """manual: micro-batches of a step in manual optimization."""
+        super().__init__()
+        self.model, self.automatic_optimization, self.manual = model(kind), not manual, manual
+        self.seen: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        loss = self.model(**batch).loss
+        if not self.manual:
+            return loss
+        self.manual_backward(loss)
+        if (number + 1) % self.manual == 0:
+            self.on_before_optimizer_step()
+            self.optimizers().step()
+        return None
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        output = self.model(**batch)
+        self.seen |= {"evaluated": output.loss, "logits": output.logits}
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        names = {f"model.{name}": name for name, _ in self.model.named_parameters()}
+        self.seen |= {names[name]: g.clone() for name, g in self.trainer.strategy.engine.grads().items()}
+
+    def configure_optimizers(self) -> Any:
+        return self.makes(self.parameters(), lr=RATE)
+
+
+def trainer(layout: str, folder: str, accumulation: int, **given: Any) -> Any:
+    standard: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    standard |= {"enable_model_summary": False, "accelerator": "cpu", "devices": raw.world()[1], "max_steps": 1}
+    standard |= {"accumulate_grad_batches": accumulation, "num_sanity_val_steps": 0, "default_root_dir": folder}
+    return lightning.Trainer(strategy=ig.integrations.LightningStrategy(layout), **(standard | given))
+
+
+def by_lightning(layout: str, accumulation: int, folder: str, manual: bool, kind: str = "llama") -> dict[str, Any]:
+    """One step of a fit, and a validation behind it."""
+    with as_lightning_finds_it():
+        module = Net(kind, accumulation if manual else 0)
+        runs = trainer(layout, folder, 1 if manual else accumulation, max_steps=1)
+        loader = DataLoader(Rows(rows_of(layout, accumulation)), batch_size=1)
+        with ForceFP64():  # the model is built outside, as the one of one device: its rotary angles are of fp32
+            runs.fit(module, loader, DataLoader(Rows(rows_of(layout, 4)), batch_size=4))
+        return module.seen | {"loss": torch.tensor(runs.strategy.optimizers[0].stats.loss, dtype=torch.float64)}
+
+
+CASES = [
+    (2, "cp2 ulysses zero1", 1, "llama"),
+    (2, "cp2 ring zero3", 3, "llama"),
+    (2, "tp2", 3, "llama"),
+    (2, "tp2 sp zero3", 1, "llama"),
+    (2, "dp2 ep2 zero2", 3, "qwen3_moe"),
+    pytest.param(4, "dp2 cp2 ulysses zero2", 3, "llama", marks=pytest.mark.slow),
+    pytest.param(4, "dp2 tp2 sp zero2", 3, "llama", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("ranks, layout, accumulation, kind", CASES)
+def test_a_loop_of_fabric_has_the_gradients_of_one_device(
+    worlds, ranks: int, layout: str, accumulation: int, kind: str
+) -> None:
+    for found in worlds(ranks).run(by_fabric, layout, accumulation, kind):
+        same(found, rows_of(layout, accumulation), kind)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("ranks, layout, accumulation, kind", CASES)
+def test_a_fit_of_lightning_has_the_gradients_of_one_device(
+    worlds, tmp_path: Path, ranks: int, layout: str, accumulation: int, kind: str, manual: bool
+) -> None:
+    for found in worlds(ranks).run(by_lightning, layout, accumulation, str(tmp_path), manual, kind):
+        same(found, rows_of(layout, accumulation), kind)
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    return torch.utils.data.default_collate([Rows(3)[step], Rows(3)[2]])
+
+
+def two_steps(layouts: list[str], folder: str, fabric: bool) -> dict[str, Any]:
+    """A step under the first layout, a file, and a step under the second; the weights, and what was evaluated."""
+    seen: dict[str, Any] = {}
+    for step, layout in enumerate(layouts):
+        with as_lightning_finds_it() as (_, ranks):
+            file, net = f"{folder}/{step}.ckpt", Net()
+            net.makes = torch.optim.AdamW
+            if fabric:
+                strategy = ig.integrations.FabricStrategy(layout)
+                runs = fabrics.Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
+                runs.launch()
+                model, optimizer = runs.setup(net.model, net.configure_optimizers())
+                if step:
+                    runs.load(f"{folder}/0.ckpt", {"model": model, "optimizer": optimizer})
+                with ForceFP64():
+                    runs.backward(model(**batch_of(step)).loss)
+                    optimizer.step()
+                    with torch.no_grad():
+                        output = model(**batch_of(0))
+                        seen |= {"evaluated": output.loss, "logits": output.logits}
+                runs.save(file, {"model": model, "optimizer": optimizer})
+                whole = runs.strategy.get_module_state_dict(model.module)
+            else:
+                runs = trainer(layout, folder, 1, max_steps=step + 1)
+                loader = DataLoader([batch_of(step), batch_of(0)], batch_size=None)
+                held_out = DataLoader([batch_of(0)], batch_size=None)
+                with ForceFP64():
+                    runs.fit(net, loader, held_out, ckpt_path=f"{folder}/0.ckpt" if step else None)
+                runs.save_checkpoint(file)
+                seen |= net.seen
+                whole = runs.strategy.lightning_module_state_dict()
+            seen["whole"] = {name: value.clone() for name, value in whole.items()}
+    return seen
+
+
+def trained_by_one_device() -> tuple[dict[str, Tensor], Any]:
+    whole = model()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=RATE)
+    with ForceFP64():
+        for step in range(2):
+            whole(**batch_of(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            return whole.state_dict(), whole(**batch_of(0))
+
+
+@pytest.mark.parametrize("fabric", [True, False])
+@pytest.mark.parametrize("layouts", [["cp2 ring zero1", "tp2 sp zero3"], ["tp2 zero2", "cp2 ulysses"]])
+def test_a_run_that_goes_on_under_another_layout_ends_as_that_of_one_device(
+    worlds, tmp_path: Path, layouts: list[str], fabric: bool
+) -> None:
+    expected, output = trained_by_one_device()
+    prefix = "" if fabric else "model."
+    for found in worlds(2).run(two_steps, layouts, str(tmp_path), fabric):
+        for name, value in expected.items():
+            assert torch.allclose(found["whole"][prefix + name], value, rtol=1e-9, atol=1e-11), name
+        assert float(found["evaluated"]) == pytest.approx(float(output.loss), rel=1e-9)
+        tokens = batch_of(0)["attention_mask"].bool()
+        assert torch.allclose(found["logits"][tokens], output.logits[tokens], rtol=1e-9, atol=1e-9)
+    for number in range(2):  # the library's own file has whole parameters, for a model on one device
+        file = torch.load(tmp_path / f"{number}.ckpt", weights_only=False)
+        shapes = {name: value.shape for name, value in file["model" if fabric else "state_dict"].items()}
+        assert shapes == {prefix + name: value.shape for name, value in expected.items()}
+
+
+def refused() -> dict[str, Any]:
+    """What a loop under cp is told of wrong lines, and that the line which it is told to write is right."""
+    said: dict[str, Any] = {}
+    with as_lightning_finds_it() as (_, ranks):
+        fabric = fabrics.Fabric(accelerator="cpu", devices=ranks, strategy=ig.integrations.FabricStrategy("cp2 ring"))
+        fabric.launch()
+        whole = model()
+        net, optimizer = fabric.setup(whole, torch.optim.SGD(whole.parameters(), lr=RATE))
+        batch = torch.utils.data.default_collate([Rows(1)[0]])
+        fabric.backward(net(**batch).loss)
+        optimizer.step()
+        headed = torch.nn.ModuleDict({"model": model(), "head": torch.nn.Linear(24, 2)})
+        lines = {
+            "weight": lambda: fabric.backward(net(**batch).loss, weight=3),
+            "divided": lambda: fabric.backward(net(**batch).loss / 2),
+            "head": lambda: fabric.setup(headed, torch.optim.SGD(headed.parameters(), lr=RATE)),
+            "stages": lambda: by_fabric("pp2", 1),
+            "foreign": lambda: fabric.strategy.setup_module(torch.nn.Linear(2, 2)),
+        }
+        for what, line in lines.items():
+            try:
+                line()
+            except IsogradError as error:
+                said[what] = f"{error.code} {error.seen}"
+                if error.code == "IG861":
+                    eval(error.fix, {"fabric": fabric, "model": net, "batch": batch})  # the line that it says to write
+                    optimizer.step()
+                    said[what] += " stepped"
+    return said
+
+
+def test_what_cannot_be_right_is_refused_with_the_line_that_is(worlds) -> None:
+    for said in worlds(2).run(refused):
+        assert said["weight"] == "IG861 weight=3 stepped"
+        assert said["divided"] == "IG861 a loss that no prepared model has returned last stepped"
+        assert said["head"].startswith(
+            "IG856 trained parameters outside of LlamaForCausalLM: ['head.weight', 'head.bias']"
+        )
+        assert said["stages"].startswith("IG855 ") and said["foreign"].startswith("IG441 ")
