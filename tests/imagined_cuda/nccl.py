@@ -233,9 +233,12 @@ class Work(dist._Work):
         return self._job.error
 
     def get_future(self) -> Any:
-        self.wait()
-        future: Any = torch.futures.Future(devices=[torch.device("cuda", torch.cuda.current_device())])
-        future.set_result(None)
+        """Whose `wait` makes the caller's stream wait. (DDP's reducer asks for it at once, and waits at the end.)"""
+        self._communicator.finish(self._job)
+        self._job.waited = True
+        future: Any = torch.futures.Future(devices=[self._communicator.stream.device])
+        with torch.cuda.stream(self._communicator.stream):
+            future.set_result(list(self._keep[1]))
         return future
 
 
