@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE)
 
 
 def _angles(length: int, dims: int) -> tuple[Tensor, Tensor]:

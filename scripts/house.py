@@ -61,14 +61,14 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 49_801,
+    "isograd, lines": 49_954,
     "isograd-verify, lines": 17_601,
-    "comm + engine, lines": 9_005,
+    "comm + engine, lines": 9_158,
     "arrows between packages": 131,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,
-    "reassigned fields of engine, comm, losses": 122,
+    "reassigned fields of engine, comm, losses": 121,
     "public class names defined twice": 0,
     "identifiers that are no names": 0,
 }

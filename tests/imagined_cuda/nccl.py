@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from . import device
 
 BACKEND = "imagined_nccl"
-HEADER = 512  # bytes in which a rank says what it calls
+HEADER = 2048  # bytes in which a rank says what it calls
 
 
 Call = tuple[str, tuple[int, ...], str, str]  # communicator, ranks, operation, place
@@ -129,13 +129,13 @@ class Communicator:
     def finish(self, job: Job) -> None:
         """The host's memory holds the results of all jobs up to this one. (A GPU's host would not wait here.)"""
         if not job.done.wait(self.timeout.total_seconds() + 5):  # the thread does them in order
-            self.fail(f"{job.what} did not end")
+            self.fail(f"{job.what} of {job.site} did not end")
         if isinstance(job.error, CommunicatorError):
             device.lib.find("communicator", str(job.error))
             raise job.error
         if job.error is not None:
             late = f"did not end within {self.timeout.total_seconds():g} s, or a rank has gone"
-            self.fail(f"{job.what} {late}", job.error)
+            self.fail(f"{job.what} of {job.site} {late}", job.error)
         with self._lock:
             while not job.delivered:
                 first = self.jobs.pop(0)
@@ -144,15 +144,16 @@ class Communicator:
 
     def same(self, job: Job) -> None:
         """In the thread: all ranks have called the same."""
-        text = json.dumps(job.what)
+        text = json.dumps([job.what, job.site])
         gathered = [torch.zeros(HEADER, dtype=torch.uint8) for _ in self.ranks]
         self.gloo.allgather([gathered], [_encoded(text)]).wait()
         said = [_decoded(one) for one in gathered]
         for rank, other in zip(self.ranks, said, strict=True):
-            if other != text:
+            if json.loads(other)[0] != job.what:
+                both = sorted([(self.ranks[self.index], text), (rank, other)])
+                calls = ", ".join(f"rank {who} calls {said}" for who, said in both)
                 raise CommunicatorError(
-                    f"communicator {self.name!r} of ranks {list(self.ranks)}: not the same order on all ranks: "
-                    f"rank {self.ranks[self.index]} calls {text}, rank {rank} calls {other}"
+                    f"communicator {self.name!r} of ranks {list(self.ranks)}: not the same order on all ranks: {calls}"
                 )
 
     def gather(self, job: Job, mine: Tensor) -> list[Tensor]:
@@ -232,9 +233,12 @@ class Work(dist._Work):
         return self._job.error
 
     def get_future(self) -> Any:
-        self.wait()
-        future: Any = torch.futures.Future(devices=[torch.device("cuda", torch.cuda.current_device())])
-        future.set_result(None)
+        """Whose `wait` makes the caller's stream wait. (DDP's reducer asks for it at once, and waits at the end.)"""
+        self._communicator.finish(self._job)
+        self._job.waited = True
+        future: Any = torch.futures.Future(devices=[self._communicator.stream.device])
+        with torch.cuda.stream(self._communicator.stream):
+            future.set_result(list(self._keep[1]))
         return future
 
 

@@ -21,12 +21,14 @@ from . import device
 
 @dataclass(frozen=True)
 class Program:
-    """`kind`: of the finding that names the fault; `says`: a part of its text; `where`: lines that it names."""
+    """`kind`: of the finding that names the fault; `says`: a part of its text; `lines`: parts of the lines that it
+    names, in order: of both accesses, or of both ranks' calls; one where there is one only."""
 
     run: Callable[[bool], Any]
     ranks: int
     kind: str
-    says: str = ""
+    says: str
+    lines: tuple[str, ...]
     seconds: float = 60  # NCCL's timeout
     lag: Any = 100
 
@@ -34,9 +36,9 @@ class Program:
 PROGRAMS: dict[str, Program] = {}
 
 
-def program(kind: str, says: str = "", ranks: int = 1, **options: Any) -> Callable[[Any], Any]:
+def program(kind: str, says: str, lines: tuple[str, ...], ranks: int = 1, **options: Any) -> Callable[[Any], Any]:
     def keep(function: Callable[[bool], Any]) -> Callable[[bool], Any]:
-        PROGRAMS[function.__name__] = Program(function, ranks, kind, says, **options)
+        PROGRAMS[function.__name__] = Program(function, ranks, kind, says, lines, **options)
         return function
 
     return keep
@@ -53,7 +55,7 @@ def ones(n: int = 1000) -> Tensor:
 # -- streams and events ------------------------------------------------------------------------------------------------
 
 
-@program("race", "aten::fill_ writes")
+@program("race", "aten::fill_ writes", ("x = torch.cuda.Stream(), ones()", "y = x * 2"))
 def side_stream_starts_too_early(faulty: bool) -> None:
     side, x = torch.cuda.Stream(), ones()
     if not faulty:
@@ -65,7 +67,7 @@ def side_stream_starts_too_early(faulty: bool) -> None:
     x.record_stream(side)
 
 
-@program("race", "aten::mul writes")
+@program("race", "aten::mul writes", ("y = x * 2", "y.sum()"))
 def result_of_a_side_stream_is_read_too_early(faulty: bool) -> None:
     side, x = torch.cuda.Stream(), ones()
     side.wait_stream(current())
@@ -77,7 +79,7 @@ def result_of_a_side_stream_is_read_too_early(faulty: bool) -> None:
     side.synchronize()
 
 
-@program("race", "aten::mul reads")
+@program("race", "aten::mul reads", ("_ = x * 2", "x.zero_()"))
 def input_of_a_side_stream_is_overwritten(faulty: bool) -> None:
     side, x = torch.cuda.Stream(), ones()
     side.wait_stream(current())
@@ -89,7 +91,7 @@ def input_of_a_side_stream_is_overwritten(faulty: bool) -> None:
     side.synchronize()
 
 
-@program("race", "aten::add writes")
+@program("race", "aten::add writes", ("x.add_(1)", "_ = x * 2"))
 def event_is_recorded_before_the_write(faulty: bool) -> None:
     side, x, event = torch.cuda.Stream(), ones(), torch.cuda.Event()
     event.record()
@@ -102,7 +104,7 @@ def event_is_recorded_before_the_write(faulty: bool) -> None:
     side.synchronize()
 
 
-@program("event never recorded")
+@program("event never recorded", "", ("side.wait_event(event)",))
 def event_is_waited_for_before_it_is_recorded(faulty: bool) -> None:
     side, x, event = torch.cuda.Stream(), ones(), torch.cuda.Event()
     if not faulty:
@@ -113,7 +115,7 @@ def event_is_waited_for_before_it_is_recorded(faulty: bool) -> None:
     side.synchronize()
 
 
-@program("reused too early", "the memory is freed")
+@program("reused too early", "the memory is freed", ("total = x.sum()", "ones().mul_(3)"))
 def memory_is_freed_while_a_side_stream_reads_it(faulty: bool) -> None:
     side, x = torch.cuda.Stream(), ones()
     side.wait_stream(current())
@@ -127,7 +129,7 @@ def memory_is_freed_while_a_side_stream_reads_it(faulty: bool) -> None:
     total.add_(1)
 
 
-@program("reused too early", "the memory is freed")
+@program("reused too early", "the memory is freed", ("x = torch.cuda.Stream(), ones()", "y.fill_(2)"))
 def memory_of_a_side_stream_is_used_there_before_its_owner_is_done(faulty: bool) -> None:
     side, x = torch.cuda.Stream(), ones()
     del x
@@ -140,7 +142,7 @@ def memory_of_a_side_stream_is_used_there_before_its_owner_is_done(faulty: bool)
     y.add_(1)
 
 
-@program("race", "writes on stream")
+@program("race", "writes on stream", ("(w * w).sum().backward()", "w.grad.mul_(2)"))
 def gradients_are_read_on_another_stream_than_backward_ran_on(faulty: bool) -> None:
     side = torch.cuda.Stream()
     w = ones().requires_grad_()
@@ -153,7 +155,7 @@ def gradients_are_read_on_another_stream_than_backward_ran_on(faulty: bool) -> N
     w.grad.mul_(2)
 
 
-@program("race", "on stream")
+@program("race", "on stream", ("copies = [", "optimizer.step()"))
 def parameters_change_while_a_side_stream_copies_them(faulty: bool) -> None:
     side = torch.cuda.Stream()
     model = torch.nn.Linear(8, 8).cuda()
@@ -172,20 +174,20 @@ def parameters_change_while_a_side_stream_copies_them(faulty: bool) -> None:
 # -- the host ----------------------------------------------------------------------------------------------------------
 
 
-@program("host wait", "item")
+@program("host wait", "item", ("seen.append(g.sum().item()",))
 def item_in_a_hook_of_backward(faulty: bool) -> None:
     w, seen = ones().requires_grad_(), []
     w.register_hook(lambda g: seen.append(g.sum().item() if faulty else g.sum()))
     (w * 2).sum().backward()
 
 
-@program("host wait", "nonzero")
+@program("host wait", "nonzero", ("x.nonzero()",))
 def nonzero_in_forward(faulty: bool) -> None:
     x = ones()
     _ = x.nonzero() if faulty else torch.where(x > 0, x, 0)
 
 
-@program("host wait", "mask")
+@program("host wait", "mask", ("x[x > 0] = 2",))
 def index_by_a_mask(faulty: bool) -> None:
     x = ones()
     if faulty:
@@ -194,13 +196,13 @@ def index_by_a_mask(faulty: bool) -> None:
         x.masked_fill_(x > 0, 2)
 
 
-@program("pageable copy", "said to be non_blocking")
+@program("pageable copy", "said to be non_blocking", ("host.to(",))
 def pageable_copy_that_should_overlap(faulty: bool) -> None:
     host = torch.ones(1000) if faulty else torch.ones(1000, pin_memory=True)
     host.to("cuda", non_blocking=True).add_(1)
 
 
-@program("host reads too early", "aten::sum")
+@program("host reads too early", "aten::sum", ("host.copy_(ones()", "float(host.sum())"))
 def pinned_memory_is_read_before_its_event(faulty: bool) -> float:
     host, event = torch.empty(1000, pin_memory=True), torch.cuda.Event()
     host.copy_(ones(), non_blocking=True)
@@ -213,7 +215,7 @@ def pinned_memory_is_read_before_its_event(faulty: bool) -> float:
     return total
 
 
-@program("host writes too early", "aten::fill_")
+@program("host writes too early", "aten::fill_", ("host.to(", "host.fill_(2)"))
 def pinned_memory_is_refilled_while_it_is_copied(faulty: bool) -> None:
     host, event = torch.ones(1000, pin_memory=True), torch.cuda.Event()
     host.to("cuda", non_blocking=True).add_(1)
@@ -233,7 +235,7 @@ def rank() -> int:
     return dist.get_rank()
 
 
-@program("race", "nccl:all_reduce writes", ranks=2)
+@program("race", "nccl:all_reduce writes", ("dist.all_reduce(x", "y = x * 2"), ranks=2)
 def collective_is_not_waited_for(faulty: bool) -> None:
     x = ones()
     work = dist.all_reduce(x, async_op=True)
@@ -244,7 +246,7 @@ def collective_is_not_waited_for(faulty: bool) -> None:
     assert faulty or y[0].item() == 4
 
 
-@program("race", "nccl:all_reduce writes", ranks=2)
+@program("race", "nccl:all_reduce writes", ("dist.all_reduce(x", "x.mul_(2)"), ranks=2)
 def collective_is_waited_for_on_the_wrong_stream(faulty: bool) -> None:
     x, other = ones(), torch.cuda.Stream()
     work = dist.all_reduce(x, async_op=True)
@@ -253,7 +255,7 @@ def collective_is_waited_for_on_the_wrong_stream(faulty: bool) -> None:
     x.mul_(2)
 
 
-@program("race", "nccl:all_reduce writes", ranks=2)
+@program("race", "nccl:all_reduce writes", ("dist.all_reduce(x", "x.mul_(2)"), ranks=2)
 def collective_is_waited_for_in_a_thread_that_is_only_joined(faulty: bool) -> None:
     """The thread's current stream waits, and that is the default stream. The user's is another one."""
     mine = torch.cuda.Stream()
@@ -268,7 +270,7 @@ def collective_is_waited_for_in_a_thread_that_is_only_joined(faulty: bool) -> No
         x.mul_(2)
 
 
-@program("race", "nccl:all_gather reads", ranks=2)
+@program("race", "nccl:all_gather reads", ("gather_equal(total", "x.add_(1)"), ranks=2)
 def gradient_changes_while_it_is_reduced(faulty: bool) -> None:
     x = ones()
     total = torch.empty(2000, device="cuda")
@@ -279,7 +281,7 @@ def gradient_changes_while_it_is_reduced(faulty: bool) -> None:
     work.wait()
 
 
-@program("race", "aten::mul writes", ranks=2)
+@program("race", "aten::mul writes", ("y = x * 2", "dist.all_reduce(y)"), ranks=2)
 def collective_starts_before_its_input_is_there(faulty: bool) -> None:
     side, x = torch.cuda.Stream(), ones()
     side.wait_stream(current())
@@ -291,7 +293,7 @@ def collective_starts_before_its_input_is_there(faulty: bool) -> None:
     current().wait_stream(side)
 
 
-@program("communicator", "not the same order on all ranks", ranks=2, seconds=20)
+@program("communicator", "not the same order on all ranks", ("order = [", "order = ["), ranks=2, seconds=20)
 def collectives_in_another_order_on_one_rank(faulty: bool) -> None:
     x, y = ones(), torch.empty(2000, device="cuda")
     order = [lambda: dist.all_reduce(x), lambda: gather_equal(y, x)]
@@ -299,12 +301,18 @@ def collectives_in_another_order_on_one_rank(faulty: bool) -> None:
         collective()
 
 
-@program("communicator", "not the same order on all ranks", ranks=2, seconds=20)
+@program(
+    "communicator",
+    "not the same order on all ranks",
+    ("dist.all_reduce(ones(", "dist.all_reduce(ones("),
+    ranks=2,
+    seconds=20,
+)
 def sizes_differ_between_ranks(faulty: bool) -> None:
     dist.all_reduce(ones(1000 + faulty * rank()))
 
 
-@program("communicators in another order", ranks=2)
+@program("communicators in another order", "", ("works = [", "works = ["), ranks=2)
 def two_communicators_in_another_order_on_one_rank(faulty: bool) -> None:
     one, other = dist.new_group([0, 1]), dist.new_group([0, 1])
     x, y = ones(), ones()
@@ -316,7 +324,7 @@ def two_communicators_in_another_order_on_one_rank(faulty: bool) -> None:
         work.wait()
 
 
-@program("communicator", "came to make it", ranks=3, seconds=3)
+@program("communicator", "came to make it", ("works = [dist.isend(",), ranks=3, seconds=3)
 def pairs_of_ranks_in_a_circle_without_a_batch(faulty: bool) -> None:
     """Each rank sends first: each waits for a communicator of two whose other rank waits for another one."""
     x, y, size = ones(), torch.empty(1000, device="cuda"), dist.get_world_size()
@@ -330,7 +338,7 @@ def pairs_of_ranks_in_a_circle_without_a_batch(faulty: bool) -> None:
     y.add_(1)
 
 
-@program("unbatched pair", ranks=2)
+@program("unbatched pair", "", ("works = [op(x, peer)]",), ranks=2)
 def send_and_receive_without_a_batch(faulty: bool) -> None:
     x, op, peer = ones(), dist.irecv if rank() else dist.isend, 1 - rank()
     works = [op(x, peer)] if faulty else dist.batch_isend_irecv([dist.P2POp(op, x, peer)])
@@ -339,7 +347,7 @@ def send_and_receive_without_a_batch(faulty: bool) -> None:
     x.add_(1)
 
 
-@program("communicator", "did not end within", ranks=2, seconds=20)
+@program("communicator", "did not end within", ("dist.batch_isend_irecv(ops)",), ranks=2, seconds=20)
 def send_that_nobody_receives(faulty: bool) -> None:
     dist.barrier()
     ops = [dist.P2POp(dist.irecv if rank() else dist.isend, ones(), 1 - rank())]
@@ -347,14 +355,14 @@ def send_that_nobody_receives(faulty: bool) -> None:
         work.wait()
 
 
-@program("never waited for", "all_reduce", ranks=2)
+@program("never waited for", "all_reduce", ("dist.all_reduce(ones()",), ranks=2)
 def work_is_forgotten(faulty: bool) -> None:
     work = dist.all_reduce(ones(), async_op=True)
     if not faulty:
         work.wait()
 
 
-@program("communicator", "did not end within", ranks=2, seconds=20)
+@program("communicator", "did not end within", ("dist.all_reduce(z)",), ranks=2, seconds=20)
 def one_rank_runs_out_of_memory(faulty: bool) -> None:
     dist.barrier()
     if faulty and rank() == 1:
@@ -365,7 +373,7 @@ def one_rank_runs_out_of_memory(faulty: bool) -> None:
     dist.all_reduce(z)
 
 
-@program("communicator", "it was aborted", ranks=2)
+@program("communicator", "it was aborted", ("dist.all_reduce(x)",), ranks=2)
 def communicator_is_used_after_abort(faulty: bool) -> None:
     x = ones()
     dist.all_reduce(x)
@@ -375,7 +383,14 @@ def communicator_is_used_after_abort(faulty: bool) -> None:
     dist.all_reduce(x)
 
 
-@program("communicator", "not the same order on all ranks", ranks=2, lag=(1, 1000), seconds=20)
+@program(
+    "communicator",
+    "not the same order on all ranks",
+    ("dist.all_reduce(second)", "dist.all_reduce(other)"),
+    ranks=2,
+    lag=(1, 1000),
+    seconds=20,
+)
 def bucket_leaves_when_a_poll_says_so(faulty: bool) -> None:
     """Whether a work is over depends on how far the device is behind: ranks that ask it launch at different points."""
     first, second, other = ones(), ones(500), ones(200)

@@ -29,7 +29,9 @@ def inputs() -> tuple[list[Tensor], Tensor]:
     return made, documents
 
 
-def on_cards(layout: str, window: int | None, packed: bool) -> tuple[list[float], dict[str, int]]:
+def on_cards(
+    layout: str, window: int | None, packed: bool, softcap: float | None
+) -> tuple[list[float], dict[str, int]]:
     """The errors of the output, dq, dk and dv of this rank's tokens, and how often each kernel was called."""
     from isograd.core.mesh import Mesh
     from isograd.sequence import attend, document_starts, naive, token_layout_for, whole
@@ -44,14 +46,14 @@ def on_cards(layout: str, window: int | None, packed: bool) -> tuple[list[float]
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return whole.attention(q, k, v, window=window, starts=starts, bounds=bounds).transpose(1, 2)
+        return whole.attention(q, k, v, window=window, softcap=softcap, starts=starts, bounds=bounds).transpose(1, 2)
 
     mine = [places.shard(t, rank).to(mesh.device).requires_grad_() for t in qkv]
     cut = mesh.size("cp") > 1
-    y = attend(attention, *mine, mesh, places, starts, window=window) if cut else attention(*mine)
+    y = attend(attention, *mine, mesh, places, starts, window=window, softcap=softcap) if cut else attention(*mine)
     y.backward(places.shard(seed, rank).to(mesh.device))
     leaves = [t.double().requires_grad_() for t in qkv]
-    true = naive.attention(*leaves, documents if packed else None, window=window)
+    true = naive.attention(*leaves, documents if packed else None, window=window, softcap=softcap)
     true.backward(seed.double())
     pairs = zip((y, *(t.grad for t in mine)), (true, *(t.grad for t in leaves)), strict=True)
     errors = [error(found.detach().cpu().double(), places.shard(value.detach(), rank)) for found, value in pairs]
@@ -59,19 +61,25 @@ def on_cards(layout: str, window: int | None, packed: bool) -> tuple[list[float]
 
 
 @pytest.mark.parametrize(
-    ("layout", "window", "packed", "kernel"),
+    ("layout", "window", "packed", "softcap", "kernel"),
     [
-        ("1", 6, False, "varlen"),
-        ("1", None, True, "varlen"),
-        ("1", 6, True, "varlen"),
-        ("cp2 ulysses", 6, True, "varlen"),
-        ("cp2 ring", None, False, "dense"),
-        ("cp3 ring", None, False, "dense"),
-        ("cp2 ring", 6, True, ""),
+        ("1", 6, False, None, "varlen"),
+        ("1", None, True, None, "varlen"),
+        ("1", 6, True, None, "varlen"),
+        ("1", 6, True, 5.0, ""),
+        ("cp2 ulysses", 6, True, None, "varlen"),
+        ("cp2 ring", None, False, None, "dense"),
+        ("cp3 ring", None, False, None, "dense"),
+        ("cp2 ring", 6, True, None, ""),
+        ("cp2 ring", None, True, None, ""),
+        ("cp2 ring", None, True, 5.0, ""),
     ],
 )
-def test_attention_on_cards_is_its_definition(layout: str, window: int | None, packed: bool, kernel: str) -> None:
-    for result in run(on_cards, 3 if "3" in layout else 2 if "2" in layout else 1, layout, window, packed, join=False):
+def test_attention_on_cards_is_its_definition(
+    layout: str, window: int | None, packed: bool, softcap: float | None, kernel: str
+) -> None:
+    ranks = 3 if "3" in layout else 2 if "2" in layout else 1
+    for result in run(on_cards, ranks, layout, window, packed, softcap, join=False):
         assert not result.error, result.error
         assert not result.faults, "\n".join(map(str, result.faults))
         errors, used = result.value

@@ -101,31 +101,34 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         device._compile(tmp_path, tmp_path / "made.so")
 
 
-def with_fsdp2(ranks: int) -> torch.Tensor:
-    """Three steps of a model under torch's fully_shard, or of the model alone; the loss."""
+def with_torchs(peer: str) -> torch.Tensor:
+    """Three steps of a model under torch's fully_shard or DDP, or of the model alone; the loss."""
     from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3))).cuda()
-    for block in (*model, model) if ranks > 1 else ():
+    model: nn.Module = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3))).cuda()
+    for block in (*model.children(), model) if peer == "FSDP2" else ():
         fully_shard(block)
+    model = DistributedDataParallel(model, bucket_cap_mb=0.001) if peer == "DDP" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-    rows = rows.chunk(ranks)[dist.get_rank()].cuda() if ranks > 1 else rows.cuda()
+    rows = rows.chunk(2)[dist.get_rank()].cuda() if peer else rows.cuda()
     for _ in range(3):
         loss = model(rows).pow(2).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    if ranks > 1:
+    if peer:
         dist.all_reduce(loss.detach_(), op=dist.ReduceOp.AVG)
     return loss.detach().cpu()
 
 
-def test_torchs_fsdp2_has_no_fault() -> None:
-    """Its side streams, events and freed parameters are right, and so nothing may be found in them."""
-    alone = value_of(with_fsdp2, 1)
-    for result in run(with_fsdp2, 2, 2):
+@pytest.mark.parametrize("peer", ["FSDP2", "DDP"])
+def test_torchs_own_engines_have_no_fault(peer: str) -> None:
+    """Their side streams, events and freed parameters are right, and so nothing may be found in them."""
+    alone = value_of(with_torchs, "")
+    for result in run(with_torchs, 2, peer):
         assert not result.error, result.error
         assert not result.faults, [str(finding) for finding in result.faults]
         assert len({call[0] for call in result.calls}) == 1

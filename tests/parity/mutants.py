@@ -284,7 +284,7 @@ def _totals_with(change: Callable[[Any, Any], Any]) -> Any:
     from isograd.engine.engine import Engine
 
     original = Engine._step_totals
-    return _patched(Engine, "_step_totals", lambda self, table: change(self, original(self, table)))
+    return _patched(Engine, "_step_totals", lambda self, *said: change(self, original(self, *said)))
 
 
 def _mean_of_means() -> Any:

@@ -110,8 +110,8 @@ class InputChecks:
         self._digest: Tensor | None = None
         self._take_over(model)
         # The ranks that must be given equal tensors.
-        self._peers = "cp tp" if getattr(model, "cuts_batches", False) else "tp"
-        if mesh.size(self._peers) > 1:
+        self.peers = "cp tp" if getattr(model, "cuts_batches", False) else "tp"
+        if mesh.size(self.peers) > 1:
             model.register_forward_pre_hook(self._called, with_kwargs=True)
         self.clear()
 
@@ -174,7 +174,7 @@ class InputChecks:
         """`table`: row i holds the columns of rank i; on the CPU, and equal on all ranks, which all raise or none."""
         if bool(table[:, 1].any()):
             self._refuse_wrong()
-        groups = self.mesh.all_groups(self._peers)
+        groups = self.mesh.all_groups(self.peers)
         digests = table[groups, 0]
         apart = groups[(digests != digests[:, :1]).any(1)].tolist()
         if apart:
@@ -182,7 +182,7 @@ class InputChecks:
                 "IG516",
                 seen=f"ranks {apart[0]}: unlike arguments of the model, or unlike modes (train, eval)",
                 where=self.mesh.describe_rank(),
-                axes=self._peers.replace(" ", " and "),
+                axes=self.peers.replace(" ", " and "),
                 things="batches",
             )
 

@@ -35,6 +35,7 @@ from isograd.core.mesh import DATA, Mesh
 from isograd.core.step_counters import StepCounters
 from isograd.engine import batches, evaluation, muon, norm, step_status, validation
 from isograd.engine.blocks import homes, repeated_blocks
+from isograd.engine.device_decision import DeviceDecision, DeviceStep
 from isograd.engine.evaluation import Evaluation
 from isograd.engine.nonfinite import NonFiniteReport, find_nonfinite
 from isograd.engine.plan import make_plan, slot_of
@@ -133,6 +134,7 @@ class Engine:
         self._overlap, self._keeps_local, self._sync = overlap, accumulate == "local", True
         self.nonfinite: NonFiniteReport | None = None  # of the last step, when it was skipped
         self._inputs = InputChecks(model, mesh)
+        self._device_decision = DeviceDecision(mesh, self._sharded_optimizer, self.step_state, clip, self._inputs.peers)
         self._tallies = StepCounters(model, mesh)
         self._counts_ahead = self._tallies.needs_prepass()
         self._watch = validation.Watch(model, self.plan, moving=stage == 3)
@@ -346,22 +348,19 @@ class Engine:
         if not self._sync:
             raise EngineError("IG511", seen="no_sync is still open", where=self.mesh.describe_rank())
         with raw.abort_group_on_interrupt():
-            totals, total_norm = self._finish_reductions(whole=True)
+            totals, total_norm, launched = self._finish_reductions(whole=True)
             scale = 1.0 / (totals.weight * totals.loss_scale)
-            grad_norm = total_norm * scale
+            taken = launched if launched is not None and launched.taken else None
+            grad_norm = total_norm * scale if taken is None else taken.grad_norm
             step_state, skipped = self.step_state, not math.isfinite(grad_norm)
             self.nonfinite = None
             if skipped:
                 nonfinite_ranks = step_state.reducer.not_finite(step_state.final_shards)
                 self.nonfinite = find_nonfinite(step_state.final_shards, totals.losses, nonfinite_ranks, self.mesh)
             factor = min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip is not None else 1.0
-            raised = None
-            try:
-                if not skipped:
-                    raised = self._sharded_optimizer.step(step_state, scale * factor, totals.unused)
-            except BaseException as error:  # between two messages: nothing says which parameters have changed
-                step_state.mark_inconsistent(headline(error))
-                raise
+            raised = None if taken is None else taken.raised
+            if taken is None and not skipped:
+                raised = self._sharded_optimizer.step(step_state, scale * factor, totals.unused)
             if self.loss_scale and raised is None:
                 self.loss_scale.update(overflow=skipped)
             step_state.clear()
@@ -401,7 +400,7 @@ class Engine:
     @torch.no_grad()
     def grads(self) -> Gradients:
         """Full gradients of the mean loss by name, before clipping; all ranks call it, and look up the same names."""
-        totals, _ = self._finish_reductions()
+        totals, _, _ = self._finish_reductions()
         scale = 1.0 / (totals.weight * totals.loss_scale)
         return Gradients(self.plan, self.step_state, self.mesh, scale)
 
@@ -409,18 +408,9 @@ class Engine:
     def _device(self) -> torch.device:
         return self.plan.slots[0].parameter.device
 
-    def _norm(self, late: Tensor | None = None) -> tuple[float, Tensor | None]:
-        """The norm of all gradients, and each rank's `late` numbers."""
-        final_shards, world = self.step_state.final_shards, self.mesh.group("world")
-        rows = [final_shards[slot] for slot in self._counted if slot in final_shards and final_shards[slot].numel()]
-        value = norm.reproducible_norm(rows, world, self._device) if self.reproducible else None
-        if late is not None:
-            beside, late = norm.global_norm_beside(rows, world, self._device, late)
-            return beside if value is None else value, late
-        return norm.global_norm(rows, world, self._device) if value is None else value, None
-
-    def _finish_reductions(self, whole: bool = False) -> tuple[StepTotals, float]:
-        """Learn what all ranks did in this step, complete every sum: (totals, the norm). `whole`: for a step.
+    def _finish_reductions(self, whole: bool = False) -> tuple[StepTotals, float, DeviceStep | None]:
+        """Learn what all ranks did in this step, complete every sum: (totals, the norm, the step if the card decides).
+        `whole`: for a step.
 
         On cards, weights and losses are read behind the reductions, with the norm: the host waits once in a step. What
         they refuse is refused then, with everything reduced and nothing stepped."""
@@ -428,18 +418,24 @@ class Engine:
         unsent = bool(table.pending.any())
         if step_state.state is not State.REDUCED or unsent:  # perhaps only another rank's are unsent
             step_state.finish_reductions(flush=unsent)
-        on_cards = None if table.late is None else table.late.mine
-        value, late = self._norm(on_cards) if whole or table.late else (math.nan, None)
-        if table.late is not None and late is not None:
-            table = table.late.complete(late)
+        unused = step_status.unused_anywhere(table, self.plan, self.mesh)
+        shards, around = step_state.final_shards, (self.mesh.group("world"), self._device)
+        squared = [shards[slot] for slot in self._counted if slot in shards and shards[slot].numel()]
+        scale, value, launched = self.loss_scale.value if self.loss_scale else 1.0, math.nan, None
+        if table.late is not None:
+            rows = norm.global_norm_beside(squared, *around, table.late.mine)
+            rows, launched = self._device_decision.run(rows, table, unused, scale)
+            value, table = math.sqrt(sum(rows[:, 0].tolist())), table.late.complete(rows[:, 1:])
             with step_status.refusing(step_state, self._drop):
                 self._decide(table, Status.FINE, whole)
-        return self._step_totals(table), value
+        elif whole and not self.reproducible:
+            value = norm.global_norm(squared, *around)
+        if whole and self.reproducible:
+            value = norm.reproducible_norm(squared, *around)
+        return self._step_totals(table, unused, scale), value, launched
 
-    def _step_totals(self, table: StepStatus) -> StepTotals:
-        """What the table of this step says."""
-        scale = self.loss_scale.value if self.loss_scale else 1.0
-        return step_status.totals(table, self.step_state.term_weights, self.plan, self.mesh, scale)
+    def _step_totals(self, table: StepStatus, unused: set[str], scale: float) -> StepTotals:
+        return step_status.totals(table, self.step_state.term_weights, unused, self.mesh, scale)
 
     @raw.abort_group_on_interrupt()
     def _gather_step_status(
@@ -463,7 +459,8 @@ class Engine:
         else:
             own, columns = term_weights.message(announces)
 
-        more = {"inputs": self._inputs.columns(), "terms": columns}
+        can = self._device_decision.possible(whole and status is Status.FINE and term_weights.expected is None)
+        more = {"inputs": self._inputs.columns(), "terms": columns, "device": can}
         return step_status.gather_step_status(
             step_state, status, wrong, more, partial(self._decide, status=status, whole=whole), self._drop, own,
             self._sharded_optimizer.settings(), may_be_late=True,

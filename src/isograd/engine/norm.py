@@ -31,11 +31,9 @@ def global_norm(rows: list[Tensor], world: Group, device: torch.device) -> float
     return math.sqrt(sum(torch.stack(raw.gather_list(_squares(rows, device), world)).tolist()))
 
 
-def global_norm_beside(rows: list[Tensor], world: Group, device: torch.device, late: Tensor) -> tuple[float, Tensor]:
-    """The same, and each rank's `late` numbers in host memory: one message, and the one wait of a step for the card."""
-    mine = torch.cat((_squares(rows, device)[None], late))
-    told = raw.to_host(torch.stack(raw.gather_list(mine, world)))
-    return math.sqrt(sum(told[:, 0].tolist())), told[:, 1:]
+def global_norm_beside(rows: list[Tensor], world: Group, device: torch.device, late: Tensor) -> Tensor:
+    """On the card, a row per rank: the sum of its squares, and its `late` numbers. One message."""
+    return torch.stack(raw.gather_list(torch.cat((_squares(rows, device)[None], late)), world))
 
 
 def _squares(rows: list[Tensor], device: torch.device) -> Tensor:

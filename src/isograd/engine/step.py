@@ -343,7 +343,7 @@ class StepState:
         if self._run is not None and self._run.factor is not None:
             gradient = gradient * self._run.factor.to(gradient)
         if self._run is not None and self._run.no_loss is not None:
-            gradient = torch.where(self._run.no_loss, torch.zeros_like(gradient), gradient)
+            gradient = torch.where(self._run.no_loss, gradient.new_zeros(()), gradient)
         self.local[slot] = gradient if before is None else before.add_(gradient)
 
     def replace_own(self, slot: Slot, gradient: Tensor) -> None:

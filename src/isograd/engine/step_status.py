@@ -78,7 +78,7 @@ class StepStatus:
 class Late:
     """What a rank says from its card. No host has looked at it: it travels beside the norm, and is read with it."""
 
-    mine: Tensor  # float64, on the card
+    mine: Tensor  # float64, on the card: weight, loss, and what of the columns lies there
     complete: Callable[[Tensor], StepStatus]  # the whole table, of all ranks' rows of it in host memory
 
 
@@ -286,15 +286,13 @@ def _first(groups: Tensor, apart: Tensor) -> list[int]:
     return found[0] if found else []
 
 
-def totals(table: StepStatus, term_weights: TermWeights, plan: Plan, mesh: Mesh, loss_scale: float) -> StepTotals:
+def totals(table: StepStatus, term_weights: TermWeights, unused: set[str], mesh: Mesh, loss_scale: float) -> StepTotals:
     """What the table of a step that is taken says."""
     if term_weights.expected is None:
         weight, losses, terms = float(of_data(table.weight, mesh).sum()), of_data(table.loss, mesh), {}
     else:
         weight, losses = term_weights.weight, table.loss[with_own_things(mesh)]
         terms = term_weights.means(table.more["terms"][with_own_things(mesh)])
-    used = used_anywhere(table, plan, mesh)
-    unused = {slot.name for slot, is_used in zip(plan.slots, used.tolist(), strict=True) if not is_used}
     return StepTotals(float(tree_sum(list(losses))) / weight, weight, unused, loss_scale, table.loss, terms)
 
 
@@ -307,6 +305,12 @@ def of_data(table: Tensor, mesh: Mesh) -> Tensor:
 def with_own_things(mesh: Mesh) -> list[int]:
     """The ranks whose terms are added up: those that hold other data or other stages than this one, and it."""
     return list(mesh.ranks(f"{DATA} pp"))
+
+
+def unused_anywhere(table: StepStatus, plan: Plan, mesh: Mesh) -> set[str]:
+    """The names of this rank's other parameters."""
+    used = used_anywhere(table, plan, mesh)
+    return {slot.name for slot, is_used in zip(plan.slots, used.tolist(), strict=True) if not is_used}
 
 
 def used_anywhere(table: StepStatus, plan: Plan, mesh: Mesh) -> Tensor:

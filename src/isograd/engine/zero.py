@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.profiler import record_function
 
 from isograd.comm.raw import Handle
@@ -36,7 +37,7 @@ from isograd.engine.reducer import Reducer, zeros_of
 from isograd.engine.step import StepState
 from isograd.engine.zero3.param_group import Zero3Hooks
 from isograd.engine.zero3.sharded_param import on_host
-from isograd.errors import EngineError
+from isograd.errors import EngineError, headline
 
 
 class Shards(list[nn.Parameter]):
@@ -106,7 +107,17 @@ def _take(rows: Tensor, master: nn.Parameter) -> None:
 
 Factory = Callable[[Shards], torch.optim.Optimizer]
 GATHERS_AT_ONCE = 3  # buckets whose rows are under way to all ranks
-DIVIDES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # whose fused steps take `grad_scale`
+DIVIDES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # whose fused steps take `grad_scale`, `found_inf`
+SCALES = 2.0**-100, 2.0**100  # between which the reciprocal is a usual number of fp32
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a step is taken, computed on the card; no host has looked at it (engine/device_decision.py)."""
+
+    refused: Tensor  # fp32: 1 where the optimizer must do nothing
+    divisor: Tensor  # fp32: of gradients
+    grad_norm: Tensor  # fp64: of the mean gradient, before clipping
 
 
 class ShardedOptimizer:
@@ -186,13 +197,25 @@ class ShardedOptimizer:
         if missing or twice or foreign:
             raise EngineError("IG504", missing=missing, twice=twice, foreign=foreign)
 
-    def step(self, step_state: StepState, scale: float, unused: set[str]) -> BaseException | None:
+    def step(
+        self, step_state: StepState, scale: float, unused: set[str], verdict: Verdict | None = None
+    ) -> BaseException | None:
         """Optimizer step on `final_shards * scale`; parameters that no rank used have no gradient, as on one device.
+        verdict: decides instead of the caller, and has the scale.
 
         Returns what the optimizer raised: the other ranks wait for this one's rows all the same."""
+        try:
+            return self._step(step_state, scale, unused, verdict)
+        except BaseException as error:  # between two messages: nothing says which parameters have changed
+            step_state.mark_inconsistent(headline(error))
+            raise
+
+    def _step(
+        self, step_state: StepState, scale: float, unused: set[str], verdict: Verdict | None
+    ) -> BaseException | None:
         if self.units is None:  # at stage 3 parameters are there to edit in `full_parameters` only, which takes edits
             self.take_edits()
-        divides = self._divides(scale)
+        divides = verdict is not None or self._divides(scale)
         if self.stage == 0:
             gather_gradients(step_state, dict.fromkeys(self.plan.slots, None if divides else scale))
         elif not divides:
@@ -211,17 +234,23 @@ class ShardedOptimizer:
             master.grad = gradient.to(master.device) if gradient is not None and here else None
         self._stepping = True
         self.writes += 1
-        divisor = torch.full((), 1.0 / scale, device=next(iter(self.masters.values())).device) if divides else None
-        for one in muon.members(self.optimizer) if divides else ():
-            one.grad_scale = divisor  # type: ignore[attr-defined]
+        numbers: dict[str, Tensor] = {}
+        if verdict is not None:
+            numbers = {"grad_scale": verdict.divisor, "found_inf": verdict.refused}
+        elif divides:
+            home = next(iter(self.masters.values())).device
+            numbers = {"grad_scale": torch.full((), 1.0 / scale, device=home)}
+        for one in muon.members(self.optimizer):
+            vars(one).update(numbers)
         raised: BaseException | None = None
         try:
             self.optimizer.step()
         except BaseException as error:
             raised = error
         self._stepping = False
-        for one in muon.members(self.optimizer) if divides else ():
-            del one.grad_scale  # type: ignore[attr-defined]
+        for one in muon.members(self.optimizer):
+            for name in numbers:
+                delattr(one, name)
         for master in self.masters.values():
             master.grad = None
         if self.average is not None and raised is None:
@@ -233,8 +262,14 @@ class ShardedOptimizer:
         """Whether the optimizer can divide gradients in the pass that steps them, by the number that torch's own
         scaler of gradients gives it: a fused one, in fp32 (the number is of fp32), whose gradients nobody looks at
         before that."""
-        usual = self._in_fp32 and 2.0**-100 < scale < 2.0**100
+        usual = self._in_fp32 and SCALES[0] < scale < SCALES[1]
         return usual and not _global_optimizer_pre_hooks and all(map(_divides, muon.members(self.optimizer)))
+
+    def takes_verdicts(self) -> bool:
+        """Whether a step can be refused on the card, and then leaves everything as it was."""
+        hooks = [_global_optimizer_post_hooks, *(one._optimizer_step_post_hooks for one in self._members)]
+        moves = self.offload or self.average is not None or bool(self.across.slots) or any(hooks)
+        return not moves and self._divides(1.0) and all(map(_has_state, muon.members(self.optimizer)))
 
     def settings(self) -> int:
         """A digest of the numbers that each parameter group is set to, which all ranks of a stage have in common."""
@@ -260,8 +295,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _write_back(self, reducer: Reducer) -> None:
-        for slot in self._has_own_memory:
-            self._target(slot).copy_(self.masters[slot.name])
+        if self._has_own_memory:
+            masters = [self.masters[slot.name] for slot in self._has_own_memory]
+            torch._foreach_copy_([self._target(slot) for slot in self._has_own_memory], masters)
         wholes = {slot: self.masters[slot.name].data for slot in self.across.slots if self.across.is_home(slot)}
         self.across.spread(wholes, {slot: self._target(slot) for slot in self.across.slots})
         if 0 < self.stage < 3:
@@ -280,6 +316,12 @@ def _divides(one: torch.optim.Optimizer) -> bool:
         and len(one._optimizer_step_pre_hooks) == 1  # the engine's
         and (step is None or getattr(step, "_wrapped_by_lr_sched", False))
     )
+
+
+def _has_state(one: torch.optim.Optimizer) -> bool:
+    """Whether a step adds no entry to the optimizer's state."""
+    stepped = [p for g in one.param_groups if g.get("momentum") != 0 for p in g["params"] if p.numel()]
+    return all(p in one.state for p in stepped)
 
 
 @torch.no_grad()

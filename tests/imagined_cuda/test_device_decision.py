@@ -1,0 +1,107 @@
+"""A step that the card decides: launched before the host waits, with the bits of one that the host decides; refused and
+skipped on all ranks together, with everything left as it was."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.parity import cases
+
+from . import device, run
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda shards: torch.optim.AdamW(shards, lr=0.01, fused=True),
+    "sgd": lambda shards: torch.optim.SGD(shards, lr=0.1, momentum=0.9, fused=True),
+}
+GOOD, BAD_WEIGHT, BAD_LOSS, TINY = "good", "bad weight", "bad loss", "tiny weight"
+STEPS = (GOOD, GOOD, BAD_WEIGHT, GOOD, BAD_LOSS, TINY, GOOD)
+
+
+def launched() -> int:
+    return sum(count for name, count in device.lib.launches().items() if "_fused_" in name)
+
+
+def trained(layout: str, kind: str, by_card: bool, pipelined: bool) -> tuple[list[Any], dict[str, Any]]:
+    """(of each step: what it said, whether the optimizer was launched before the host waited, and whether anything
+    changed; the bits of parameters and state)."""
+    from isograd import Engine, Mesh
+    from isograd.comm import raw
+    from isograd.engine.zero import ShardedOptimizer
+    from isograd.models import Transformer
+
+    mesh, config = Mesh(layout), cases.CONFIGS["deep" if pipelined else "llama"]
+    model = Transformer(config, mesh).to(mesh.device)
+    engine = Engine(model, mesh, OPTIMIZERS[kind], clip=cases.CLIP, bucket_mb=0.01)
+    told, early, to_host = [], Counter[str](), raw.to_host
+
+    def bits() -> dict[str, Any]:
+        states = {n: engine.optimizer.state.get(p, {}) for n, p in engine._sharded_optimizer.masters.items()}
+        kept = {f"{n}/{k}": v for n, state in states.items() for k, v in state.items()}
+        kept |= {name: engine.local_shard(name) for name in engine._sharded_optimizer.masters}
+        return {name: value.detach().cpu().clone() for name, value in kept.items()}
+
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        early["launches"] += launched() - early["seen"]
+        early["seen"] = launched()
+        return to_host(x)
+
+    can = ShardedOptimizer.takes_verdicts if by_card else lambda _: False
+    with patch.object(raw, "to_host", waits), patch.object(ShardedOptimizer, "takes_verdicts", can):
+        for step, how in enumerate(STEPS):
+            tokens, labels, _ = (t.to(mesh.device) for t in cases.micro_batch(config, step, mesh.index("dp"), 4))
+            before = bits()
+            early.update(launches=-early["launches"], seen=launched() - early["seen"])
+            if pipelined:
+                engine.accumulate([{"tokens": tokens, "labels": labels}] * 2)
+            else:
+                loss, count = model(tokens=tokens, labels=labels)
+                its = mesh.rank == 1 or mesh.size("tp") > 1
+                loss = loss * (math.nan if how == BAD_LOSS and its else 1.0)
+                factor = {BAD_WEIGHT: math.nan if its else 1.0, TINY: 1e-33}.get(how, 1.0)
+                engine.backward(loss, weight=count.double() * factor)
+            try:
+                stats = engine.step()
+                said = "skipped" if stats.skipped else f"{stats.loss:.15g} {stats.grad_norm:.15g}"
+                said += f" {engine.nonfinite}" if stats.skipped else ""
+            except Exception as error:
+                said = str(error).split()[0]
+            after = bits()
+            changed = before.keys() != after.keys() or not all(torch.equal(before[n], v) for n, v in after.items())
+            told.append((how, said, early["launches"] > 0, changed))
+    return told, bits()
+
+
+def both(layout: str, kind: str) -> list[Any]:
+    from isograd import Layout
+
+    pipelined = Layout.parse(layout).pp > 1
+    return [trained(layout, kind, by_card, pipelined) for by_card in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [("dp2", "sgd"), ("dp2 zero1", "adamw"), ("dp2 zero3", "adamw"), ("tp2 sp", "adamw"), ("pp2", "sgd")],
+)
+def test_the_card_decides_as_the_host_does(layout: str, kind: str) -> None:
+    for result in run(both, 2, layout, kind, join=False, seconds=20, limit=60):
+        assert not result.error, result.error
+        assert not result.faults, [str(fault) for fault in result.faults]
+        (by_card, card_bits), (by_host, host_bits) = result.value
+        for step, ((how, said, early, changed), (_, host_said, host_early, _)) in enumerate(
+            zip(by_card, by_host, strict=True)
+        ):
+            assert said == host_said, (how, by_card, by_host)
+            assert early == (step > 0)
+            assert not host_early
+            refused = "pp" not in layout and how in (BAD_WEIGHT, BAD_LOSS)
+            assert changed is not refused, (how, said)
+            if refused:
+                assert said.startswith("IG515" if how == BAD_WEIGHT else "skipped"), said
+        assert card_bits.keys() == host_bits.keys()
+        assert all(torch.equal(card_bits[name], bits) for name, bits in host_bits.items())
