@@ -178,7 +178,7 @@ class Config(Section):
             (model.recompute in ("offload", "selective"), "model.recompute true or false", "model.recompute"),
             (model.recompute and layout.world_size > layout.dp, "model.recompute under dp and zero", "model.recompute"),
             (model.compile and layout.world_size > layout.dp, "model.compile under dp and zero", "model.compile"),
-            (self.optimizer.name == "muon", "optimizer.name adamw", "optimizer.name"),
+            (self.optimizer.name == "muon", "any optimizer.name but muon", "optimizer.name"),
             (self.task == "preference" and layout.pp > 1, "task preference without pp", "layout"),
             (self.adapter is not None and self.adapter.dora and layout.tp > 1, "dora without tp", "adapter.dora"),
         ):
