@@ -38,7 +38,7 @@ ARROWS = {
     "data": set(),
     "checkpoint": {"engine", "comm", "core", "data"},
     "elastic": {"checkpoint", "engine", "comm", "core"},
-    "generate": {"hf", "checkpoint", "data", "core"},
+    "generate": {"hf", "checkpoint", "data", "comm", "core"},
     "plan": {"engine", "models", "nn", "sequence", "pipeline", "comm", "core"},
     "train": {"generate", "elastic", "checkpoint", "hf", "models", "losses", "losses.contrastive", "data", "engine",
               "plan", "nn", "sequence", "pipeline", "comm", "core"},
@@ -60,10 +60,10 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 48_960,
+    "isograd, lines": 49_320,
     "isograd-verify, lines": 17_599,
     "comm + engine, lines": 9_060,
-    "arrows between packages": 130,
+    "arrows between packages": 131,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,

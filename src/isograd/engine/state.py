@@ -249,7 +249,7 @@ def _refuse_kindless(refused: list[str]) -> None:
             "IG540",
             "the optimizer keeps values that cannot be cut into rows, neither in memory nor in a checkpoint",
             seen="; ".join(list(dict.fromkeys(refused))[:SHOWN]),
-            expected="for a parameter, tensors of its shape (any, if stepped whole) and numbers; for a group, words too",
+            expected="for a parameter, tensors of its shape (any, if stepped whole) and numbers; of a group, words too",
             fix="take an elementwise optimizer (AdamW, SGD, ...), or Muon: Engine(..., matrices=[...])",
         )
 

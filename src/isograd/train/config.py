@@ -129,6 +129,11 @@ class Config(Section):
         if self.evaluate.every is None and (self.evaluate.patience or self.checkpoint.keep_best):
             name = "evaluate.patience" if self.evaluate.patience else "checkpoint.keep_best"
             raise _contradiction(f"{name} needs evaluate.every", name, "evaluate.every")
+        if self.evaluate.tasks and (layout.pp > 1 or self.data is None or self.task == "preference"):
+            raise _contradiction(
+                "evaluate.tasks are for a language model without pp; isograd evaluate takes its checkpoints",
+                "evaluate.tasks", "layout", "task",
+            )  # fmt: skip
         self._survives(layout)
         low, high, warmup = self.optimizer.min_lr, self.optimizer.lr, self.optimizer.warmup
         if low > high:

@@ -254,6 +254,13 @@ class Evaluating(Section):
     batches: Positive = Field(
         default=4, description="batches of held-out text in one evaluation; all of it, once, where there is less"
     )
+    tasks: list[str] = Field(
+        default=[], description="of lm-eval-harness (pip install lm_eval), asked at each evaluation; not under pp"
+    )
+    task_folder: str | None = Field(
+        default=None, description="of tasks as YAML, in place of lm-eval-harness's own; its code is run"
+    )
+    task_limit: Positive | None = Field(default=None, description="documents of a task; null: all")
 
 
 class Logging(Section):

@@ -27,6 +27,7 @@ from isograd.comm.launch import World
 from isograd.core.layout import Layout
 from isograd.data import read_tokenizer
 from isograd.errors import ConfigError
+from isograd.generate import harness
 from isograd.io import tempdir, terminal
 from isograd.plan.memory import LOAD
 from isograd.train import language, run_folder, texts
@@ -119,6 +120,8 @@ def refuse_data(config: Config) -> None:
 def refuse_early(config: Config, resume: str) -> None:
     """Raise what the ranks would raise: about packages, the folder, the place to resume from, and the tokenizer."""
     class_of(config.optimizer.name)
+    if config.evaluate.tasks:
+        harness.need()
     run_folder.make_folder(config.folder)
     if resume == "never":
         run_folder.refuse_earlier_run(config.folder)
