@@ -38,7 +38,7 @@ ARROWS = {
     "data": set(),
     "checkpoint": {"engine", "comm", "core", "data"},
     "elastic": {"checkpoint", "engine", "comm", "core"},
-    "generate": {"hf", "checkpoint", "data", "core"},
+    "generate": {"hf", "checkpoint", "data", "comm", "core"},
     "plan": {"engine", "models", "nn", "sequence", "pipeline", "comm", "core"},
     "train": {"generate", "elastic", "checkpoint", "hf", "models", "losses", "losses.contrastive", "data", "engine",
               "plan", "nn", "sequence", "pipeline", "comm", "core"},
@@ -61,10 +61,10 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 49_954,
+    "isograd, lines": 50_455,
     "isograd-verify, lines": 17_601,
-    "comm + engine, lines": 9_158,
-    "arrows between packages": 131,
+    "comm + engine, lines": 9_213,
+    "arrows between packages": 132,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,

@@ -57,7 +57,8 @@ def loaded(layout: str) -> Any:
     run = state.declare(engine).run
     names = list(engine._sharded_optimizer.masters)
     counts = {"step": {name: [9.0, "float32"] for name in names}}
-    state.make_room(engine, {name: {"exp_avg": torch.float64} for name in names})
+    shapes = {slot.name: tuple(slot.contract.shape) for slot in engine.plan.slots}
+    state.make_room(engine, {name: {"exp_avg": (torch.float64, shapes[name])} for name in names})
     state.take_numbers(engine, {**run, "counts": counts})
     return said(engine)[2:]
 

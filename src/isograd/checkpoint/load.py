@@ -23,6 +23,7 @@ from isograd.checkpoint.manifest import CheckpointManifest, Damage, Saved, descr
 from isograd.checkpoint.read import Reader
 from isograd.comm.consensus import all_gather_object
 from isograd.engine import Engine, state
+from isograd.engine.ema import switch
 from isograd.engine.muon import members
 from isograd.errors import CheckpointError, IsogradError, did_you_mean
 
@@ -103,6 +104,7 @@ def _load(engine: Engine, place: Path, beat: Callable[[str], None]) -> Loaded:
     average = engine._sharded_optimizer.average
     if average is not None and not _has_averages(reader.manifest):
         average.restart()
+    switch(engine, "train")
     return Loaded(reader.manifest.step, reader.manifest.extra, place, reader.manifest.layout)
 
 
@@ -125,12 +127,12 @@ def _together(engine: Engine, run: Any) -> Any:
 @torch.no_grad()
 def _read(engine: Engine, reader: Reader, beat: Callable[[str], None]) -> None:
     """Fill this rank's memory; raises Damage when the values are not finite, which older versions have saved."""
-    states: dict[str, dict[str, torch.dtype]] = {}
+    states: dict[str, dict[str, state.Memory]] = {}
     for key, saved in reader.manifest.tensors.items():
         kind, _, rest = key.partition("/")
         if kind == "optimizer":
             what, _, name = rest.partition("/")
-            states.setdefault(name, {})[what] = TORCH[saved.dtype]
+            states.setdefault(name, {})[what] = TORCH[saved.dtype], saved.shape
     held = state.make_room(engine, states)
     same = reader.manifest.layout == str(engine.mesh.layout)  # each rank is then the one that saved
     ours = [part for part in state.generators(engine.mesh) if same and part.key in reader.manifest.tensors]
@@ -224,6 +226,9 @@ def _check_kept(name: str, entries: Iterable[str], held: dict[str, str], tensors
     for entry in entries if held and stepped is not None else ():
         assert stepped is not None
         expected = "" if entry == "step" else stepped.dtype
+        kept = tensors.get(f"optimizer/{entry}/{name}")
+        if kept is not None and kept.shape != stepped.shape:
+            raise Damage(f"{entry} of {name} has the shape {list(kept.shape)} in place of {list(stepped.shape)}")
         if held.get(entry) != expected:
             seen = f"is {held[entry] or 'a number'}" if entry in held else "is not in the checkpoint"
             raise Damage(f"{entry} of {name} {seen}, and has to be {expected or 'a number'}")

@@ -35,6 +35,7 @@ from isograd.checkpoint.manifest import describe_model
 from isograd.checkpoint.write import Copied, Phase, SaveJob, Writing
 from isograd.comm.consensus import all_gather_object
 from isograd.engine import Engine, state
+from isograd.engine.ema import averaged
 from isograd.engine.state import Part
 from isograd.errors import CheckpointError, IsogradError
 from isograd.io.untrusted import FileError
@@ -118,12 +119,13 @@ class CheckpointManager:
         self.wait()
         state.meet_to_save(self.engine)
         self._check_moment(step)
-        declared = state.declare(self.engine)
-        counts = state.counts(self.engine, declared)
-        found = state.parts(self.engine, state.elementwise(self.engine, declared)) + state.generators(self.mesh)
-        self._refuse_not_finite(step, state.not_finite(found, counts))
-        copying = f"copying the state of step {step}"
-        copies, extra = all_or_none(lambda: (self._copy(found), self._json(extra or {})), copying, self.mesh)
+        with averaged(self.engine):
+            declared = state.declare(self.engine)
+            counts = state.counts(self.engine, declared)
+            found = state.parts(self.engine, state.elementwise(self.engine, declared)) + state.generators(self.mesh)
+            self._refuse_not_finite(step, state.not_finite(found, counts))
+            copying = f"copying the state of step {step}"
+            copies, extra = all_or_none(lambda: (self._copy(found), self._json(extra or {})), copying, self.mesh)
         self._phase("copied")
         layout = self.mesh.layout
         head = {"step": step, "layout": str(layout), "model": describe_model(self.engine.model), "extra": extra}

@@ -41,6 +41,7 @@ FORMAT, VERSION = "isograd checkpoint", 1
 NAME, HASH = "manifest.json", "manifest.sha256"
 LARGEST = 1 << 30  # bytes of a manifest
 COMPARISONS = 20_000_000  # of pieces with each other, to see that none overlap
+MAP = 256  # values of a byte: what an optimizer of 8-bit states keeps of the smallest parameter, too
 
 NUMBERS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 Box = tuple[tuple[int, int], ...]
@@ -323,7 +324,9 @@ def _check_numbers(numbers: _Numbers, tensors: dict[str, Saved]) -> None:
         if kind == "ema" and f"model/{rest}" not in tensors:
             raise Damage(f"{key}: model/{rest} is not in the checkpoint")
         name = rest if kind == "ema" else name
-        if kind in ("optimizer", "ema") and saved.shape != tensors[f"model/{name}"].shape:
+        shape = tensors[f"model/{name}"].shape if kind in ("optimizer", "ema") else saved.shape
+        fits = kind == "optimizer" and math.prod(saved.shape) <= max(math.prod(shape), MAP)
+        if saved.shape != shape and not fits:
             raise Damage(f"{key}: shape {list(saved.shape)} instead of that of model/{name}")
 
 

@@ -33,8 +33,8 @@ def generate(words: list[str], kind: Parser) -> int:
     parser.add_argument("prompt", nargs="?", help="a text; '-' reads it from the input")
     parser.add_argument("--prompts", metavar="FILE", help='lines of JSON: {"prompt": "..."} or {"messages": [...]}')
     parser.add_argument("--json", action="store_true", help="write a line of JSON for each sample")
-    parser.add_argument("--samples", type=_positive, default=1, help="of each prompt (default 1)")
-    parser.add_argument("--batch", type=_positive, default=8, metavar="N", help="samples made together (default 8)")
+    parser.add_argument("--samples", type=positive, default=1, help="of each prompt (default 1)")
+    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="samples made together (default 8)")
     _shared_options(parser)
     options = _parsed(parser, words)
     if (options.prompt is None) == (options.prompts is None):
@@ -149,9 +149,9 @@ def _talk(writer: Writer, how: Sampling, messages: list[Any]) -> None:
 
 
 def _shared_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-new-tokens", type=_positive, default=256, help="of an answer (default 256)")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, help="of an answer (default 256)")
     parser.add_argument("--temperature", type=_number(0, 100), default=0.8, help="0: the most likely (default 0.8)")
-    parser.add_argument("--top-k", type=_positive, default=0, help="of so many tokens only")
+    parser.add_argument("--top-k", type=positive, default=0, help="of so many tokens only")
     parser.add_argument("--top-p", type=_number(0, 1), default=1.0, help="of tokens that have this share together")
     parser.add_argument("--seed", type=int, default=0, help="the same seed, the same text (default 0)")
     parser.add_argument("--tokenizer", metavar="DIR", help="with a tokenizer.json; or 'bytes' (default: the run's)")
@@ -204,7 +204,7 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text[:10]) < 10**9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)

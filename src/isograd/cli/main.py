@@ -23,8 +23,8 @@ from isograd_verify.command import command
 from isograd_verify.io.command_line import Parser, exit_code
 
 COMMANDS = (
-    "new", "recipes", "train", "compare", "config", "data", "ckpt", "generate", "chat", "explain", "plan", "machine",
-    "rehearse", "verify", "check", "completion",
+    "new", "recipes", "train", "compare", "config", "data", "ckpt", "generate", "chat", "evaluate", "explain", "plan",
+    "machine", "rehearse", "verify", "check", "completion",
 )  # fmt: skip
 
 
@@ -70,10 +70,10 @@ def _command_of(first: list[str]) -> Callable[[list[str], type[Parser]], int] | 
         from isograd.cli.checkpoint import main as ckpt
 
         return ckpt
-    if first[:1] in (["generate"], ["chat"]):
-        from isograd.cli import generate
+    if first[:1] in (["generate"], ["chat"], ["evaluate"]):
+        from isograd.cli import evaluate, generate
 
-        return generate.generate if first[0] == "generate" else generate.chat
+        return {"generate": generate.generate, "chat": generate.chat, "evaluate": evaluate.evaluate}[first[0]]
     if first[:1] == ["check"]:
         from isograd.cli.network import check
 
@@ -157,6 +157,7 @@ def _parser() -> Parser:
     commands.add_parser("ckpt", help="inspect, verify, diff and convert checkpoints: see 'isograd ckpt --help'")
     commands.add_parser("generate", help="what a trained model writes after a prompt: see 'isograd generate --help'")
     commands.add_parser("chat", help="a conversation with a trained model: see 'isograd chat --help'")
+    commands.add_parser("evaluate", help="a model's perplexity on files, and tasks of lm-eval-harness")
     commands.add_parser("check", help="check the network between a run's machines: see 'isograd check --help'")
     commands.add_parser(
         "verify", help="prove layouts, watch any program, compare recordings: see 'isograd verify --help'"

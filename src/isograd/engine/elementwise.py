@@ -2,8 +2,9 @@
 
 From ZeRO 1 on a rank's optimizer sees its rows of each parameter, and under tp its part of a cut one. Adam computes for
 an element what it would compute in the whole tensor. Adafactor, LAMB and LARS take a mean or norm of whatever tensor
-they are given, and would silently train otherwise. Torch's own elementwise optimizers are listed. Of any other class
-the user says so: `Engine(..., elementwise=True)`.
+they are given, and would silently train otherwise: they step whole parameters, or matrices that one rank owns
+(`Engine(matrices=[...])`). Torch's own elementwise optimizers are listed. Of any other class the user says so:
+`Engine(..., elementwise=True)`.
 """
 
 from __future__ import annotations
@@ -34,13 +35,19 @@ def refuse(optimizer: torch.optim.Optimizer, slots: Mapping[int, Slot], *, by_ro
         if elementwise or type(member) in KNOWN or muon.steps_matrices(member):  # muon.refuse_pieces knows these
             continue
         stepped = [slots[id(p)] for group in member.param_groups for p in group["params"] if id(p) in slots]
-        if any(s.contract.shards or (by_rows and s.owners.size > 1) for s in stepped):
+        if pieces := [s for s in stepped if not is_whole(s, by_rows)]:
             kind = type(member).__name__
             raise EngineError(
                 "IG542",
                 f"{kind} is not known to be elementwise, so it cannot step {'ZeRO shards' if by_rows else 'parts'}",
-                seen=f"{type(member).__module__}.{kind}; each rank steps a part of {stepped[0].name!r}",
-                expected="torch's elementwise optimizers (AdamW, SGD, ...), or whole parameters",
+                seen=f"{type(member).__module__}.{kind}; each rank steps a part of {pieces[0].name!r}",
+                expected="torch's elementwise optimizers (AdamW, SGD, ...), or whole parameters: zero0, matrices=[...]",
                 fix=f"elementwise=True, where the engine is made, if {kind} takes no norm, mean or block of a tensor; "
                 "else zero0 without tp and ep",
             )
+
+
+def is_whole(slot: Slot, by_rows: bool) -> bool:
+    """Whether a rank that steps this parameter steps all of it. A stack of matrices may be cut between them."""
+    matrix = slot.uncut_matrix and slot.parameter.dim() == 2
+    return matrix or not (slot.contract.shards or (by_rows and slot.owners.size > 1))

@@ -1,17 +1,24 @@
-"""An exponential moving average of the weights (EMA), beside the masters and cut as they are.
+"""Averages of the weights: an exponential moving one (EMA) beside the masters, and that of a schedule-free optimizer.
 
 One device, after every step: average = decay * average + (1 - decay) * weights, from the weights before the first step.
 torch's own function for averaged models computes it, on each rank for the rows that it steps, in fp32 at least. A step
 that is skipped leaves it as it is. Checkpoints hold it as "ema/NAME", which loads under any layout (state.py).
+
+A schedule-free optimizer takes gradients at one point and is evaluated, saved and shown at another, the average of its
+steps. Its methods `eval` and `train` move the masters from one to the other: `averaged` and `switch` call them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from isograd.engine.muon import members
 
 if TYPE_CHECKING:
     from isograd.engine.engine import Engine
@@ -43,3 +50,22 @@ class WeightAverage:
         masters = [self._optimizer.masters[name].data for name in self.rows]
         if masters:
             self._update(list(self.rows.values()), masters, 0)
+
+
+@contextmanager
+def averaged(engine: Engine) -> Iterator[None]:
+    """Inside, the model has the weights that a schedule-free optimizer has averaged; under others nothing changes. All
+    ranks enter and leave."""
+    switch(engine, "eval")
+    yield
+    switch(engine, "train")
+
+
+@torch.no_grad()
+def switch(engine: Engine, mode: Literal["eval", "train"]) -> None:
+    """The same for good: "eval", the average; "train", where the next gradient is taken. All ranks call it."""
+    switches = [getattr(one, mode) for one in members(engine.optimizer) if hasattr(one, "eval")]
+    for each in switches:
+        each()
+    if switches:
+        engine._sharded_optimizer.moved(engine.step_state.reducer)

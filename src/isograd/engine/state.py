@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from isograd.comm.consensus import all_gather_object
 from isograd.core.contract_table import contracts
 from isograd.core.mesh import DATA, Mesh
+from isograd.engine.elementwise import is_whole
 from isograd.engine.muon import members
 from isograd.engine.plan import Slot, slot_of
 from isograd.engine.step_status import Status
@@ -43,10 +44,11 @@ if TYPE_CHECKING:
     from isograd.engine.engine import Engine
 
 Box = tuple[tuple[int, int], ...]
+Memory = tuple[torch.dtype, tuple[int, ...]]  # of a tensor: its dtype and its global shape
 
 # Options that say how an optimizer computes on this machine; they are not saved.
 HOW = ("fused", "foreach", "capturable", "differentiable")
-ELEMENT, PARAMETER = "per element", "per parameter"
+ELEMENT, PARAMETER, WHOLE = "per element", "per parameter", "per whole parameter"
 SHOWN = 8  # names in an error
 
 
@@ -91,12 +93,14 @@ def parts(engine: Engine, entries: Mapping[str, Iterable[str]] | None = None) ->
         if (average := engine._sharded_optimizer.average) is not None:
             found.append(part(f"ema/{record.name}", slot, average.rows[record.name], engine.mesh))
         for entry in (entries or {}).get(record.name, ()):
-            found.append(part(f"optimizer/{entry}/{record.name}", slot, states[record.name][entry], engine.mesh))
+            key, kept = f"optimizer/{entry}/{record.name}", states[record.name][entry]
+            if kept.shape == master.shape:
+                found.append(part(key, slot, kept, engine.mesh))
+            else:
+                found.append(_uncut(key, kept, _writes_numbers(engine, slot, master)))
     first = engine.mesh.index(DATA) == 0 and engine.mesh.index("tp") == 0
     for name, buffer in _saved_buffers(engine.model):
-        rows = buffer.view(1) if buffer.dim() == 0 else buffer
-        box = tuple((0, size) for size in rows.shape)
-        found.append(Part(f"buffer/{name}", tuple(buffer.shape), box, rows, (0, len(rows) if first else 0)))
+        found.append(_uncut(f"buffer/{name}", buffer, first))
     return [part for part in found if math.prod(part.shape)]
 
 
@@ -124,6 +128,13 @@ def _matrix(key: str, slot: Slot, tensor: Tensor, mesh: Mesh) -> Part:
     rows = len(tensor) if slot.cuts[slot.owner] < slot.cuts[slot.owner + 1] else 0  # at stage 0 all data ranks have it
     box = ((0, len(tensor)), *((0, size) for size in slot.contract.shape[1:]))
     return Part(key, slot.contract.shape, box, tensor, (0, rows))
+
+
+def _uncut(key: str, tensor: Tensor, writes: bool) -> Part:
+    """A buffer, or what an optimizer keeps, in a shape of its own, of a parameter that it steps whole."""
+    rows = tensor.view(1) if tensor.dim() == 0 else tensor
+    box = tuple((0, size) for size in rows.shape)
+    return Part(key, tuple(tensor.shape), box, rows, (0, len(rows) if writes else 0))
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -206,9 +217,10 @@ def declare(engine: Engine) -> Declared:
     for entry in sorted({entry for said, _ in notes for entry in said}):
         kinds = {kind: name for said, _ in notes for kind, name in said.get(entry, {}).items()}
         certain = sorted(kind for kind in kinds if not kind.endswith("?"))
-        if len(certain) > 1:
+        if len(certain) > 1 and WHOLE not in certain:
             refused.append(f"{entry}: " + " and ".join(f"{kind} for {kinds[kind]!r}" for kind in certain))
-        entries[entry] = (certain or sorted(kinds))[0].removesuffix("?")
+        # What is kept of a whole parameter of one row may have the parameter's shape, or be one number.
+        entries[entry] = WHOLE if WHOLE in certain else (certain or sorted(kinds))[0].removesuffix("?")
     _refuse_kindless(refused)
     _refuse_unequal(run, mesh)
     return Declared(entries, run | {"groups": _merged(all_gather_object(run["groups"], mesh, "pp"))})
@@ -237,31 +249,32 @@ def _refuse_kindless(refused: list[str]) -> None:
             "IG540",
             "the optimizer keeps values that cannot be cut into rows, neither in memory nor in a checkpoint",
             seen="; ".join(list(dict.fromkeys(refused))[:SHOWN]),
-            expected="for a parameter, tensors of its shape and single numbers; for a group, numbers and words",
+            expected="for a parameter, tensors of its shape (any, if stepped whole) and numbers; of a group, words too",
             fix="take an elementwise optimizer (AdamW, SGD, ...), or Muon: Engine(..., matrices=[...])",
         )
 
 
 def _entries(engine: Engine, refused: list[str]) -> Iterator[tuple[str, str, str]]:
     """(entry, parameter, kind) of each value of the optimizer's state; what has no kind goes to `refused`."""
+    slots, by_rows = {slot.name: slot for slot in engine.plan.slots}, engine.mesh.layout.zero > 0
     for member, _, name, master in _stepped(engine):
         for entry, value in _state(member, master).items():
-            kind = _kind(entry, value, master)
+            kind = _kind(entry, value, master, is_whole(slots[name], by_rows))
             if kind is None:
                 refused.append(f"{entry!r} of {name!r}: {_words(value)}")
             else:
                 yield _named(member, entry), name, kind
 
 
-def _kind(entry: str, value: object, master: Tensor) -> str | None:
-    """ELEMENT or PARAMETER, with a question mark where a parameter of one element leaves it open; None: neither."""
+def _kind(entry: str, value: object, master: Tensor, whole: bool) -> str | None:
+    """ELEMENT, PARAMETER or WHOLE, with a question mark where a parameter of one element leaves it open; None: none."""
     if not isinstance(value, Tensor):
         return PARAMETER if isinstance(value, bool | int | float | str) else None
     if value.shape == master.shape and value.numel() == 1:
         return f"{ELEMENT}?" if value.is_floating_point() and entry != "step" else f"{PARAMETER}?"
     if value.shape == master.shape:
         return ELEMENT
-    return PARAMETER if value.numel() == 1 else None
+    return PARAMETER if value.numel() == 1 else WHOLE if whole else None
 
 
 def _words(value: object) -> str:
@@ -269,9 +282,9 @@ def _words(value: object) -> str:
 
 
 def elementwise(engine: Engine, declared: Declared) -> dict[str, list[str]]:
-    """{parameter: entries that are per element}: what `parts` asks for."""
+    """{parameter: entries that are tensors}: what `parts` asks for."""
     return {
-        name: [entry for entry in _state(member, master) if declared.entries[_named(member, entry)] == ELEMENT]
+        name: [entry for entry in _state(member, master) if declared.entries[_named(member, entry)] != PARAMETER]
         for member, _, name, master in _stepped(engine)
     }
 
@@ -281,9 +294,7 @@ def counts(engine: Engine, declared: Declared, *, every: bool = False) -> dict[s
     slots = {slot.name: slot for slot in engine.plan.slots}
     found: dict[str, dict[str, Any]] = {}
     for member, _, name, master in _stepped(engine):
-        slot, across = slots[name], engine._sharded_optimizer.across
-        owns = bool(_matrix("", slot, master, engine.mesh).writes[1]) if slot in across else None
-        if not every and not (_owns_first_element(slot, engine.mesh) if owns is None else owns):
+        if not every and not _writes_numbers(engine, slots[name], master):
             continue
         for entry, value in _state(member, master).items():
             if declared.entries[_named(member, entry)] == PARAMETER:
@@ -292,26 +303,29 @@ def counts(engine: Engine, declared: Declared, *, every: bool = False) -> dict[s
     return found
 
 
-def _owns_first_element(slot: Slot, mesh: Mesh) -> bool:
-    """Whether this rank owns the element at (0, 0, ...), on the replica that stands for the others."""
+def _writes_numbers(engine: Engine, slot: Slot, master: Tensor) -> bool:
+    """Whether this rank writes what is kept once: it owns the first element of the first replica, or all."""
+    mesh = engine.mesh
+    if slot in engine._sharded_optimizer.across:
+        return bool(_matrix("", slot, master, mesh).writes[1])
     owns_row = slot.cuts[slot.owner] == 0 < slot.cuts[slot.owner + 1]
-    return (
-        owns_row and slot.contract.is_primary_replica(mesh) and not any(start for start, _ in slot.contract.local(mesh))
-    )
+    replica = owns_row and slot.contract.is_primary_replica(mesh)
+    return replica and not any(start for start, _ in slot.contract.local(mesh))
 
 
-def make_room(engine: Engine, saved: Mapping[str, Mapping[str, torch.dtype]]) -> dict[str, list[str]]:
-    """Replace the optimizer's state by memory for {parameter: {entry: dtype}}. Memory that fits is kept.
+def make_room(engine: Engine, saved: Mapping[str, Mapping[str, Memory]]) -> dict[str, list[str]]:
+    """Replace the optimizer's state by memory for {parameter: {entry: (dtype, shape)}}. Memory that fits is kept.
 
-    Returns the entries per element that this rank now holds: none of a parameter whose rows are all on other ranks.
+    Returns the entries that this rank now holds: none of a parameter whose rows are all on other ranks.
     """
     held: dict[str, list[str]] = {}
+    shapes = {slot.name: tuple(slot.contract.shape) for slot in engine.plan.slots}
     for member, _, name, master in _stepped(engine):
         before = member.state.pop(master, {})
-        for entry, dtype in saved.get(name, {}).items() if master.numel() else ():
-            old = before.get(entry)
-            fits = isinstance(old, Tensor) and old.shape == master.shape and old.dtype == dtype
-            member.state[master][entry] = old if fits else torch.zeros_like(master.data, dtype=dtype)
+        for entry, (dtype, shape) in saved.get(name, {}).items() if master.numel() else ():
+            old, size = before.get(entry), master.shape if shape == shapes[name] else shape
+            fits = isinstance(old, Tensor) and old.shape == size and old.dtype == dtype
+            member.state[master][entry] = old if fits else torch.zeros(size, dtype=dtype, device=master.device)
             held.setdefault(name, []).append(entry)
     return held
 

@@ -142,6 +142,9 @@ class ShardedOptimizer:
         self._collect_edits()
         shards = Shards(self.masters.items(), {slot.name for slot in plan.slots if slot.uncut_matrix})
         self.optimizer = factory(shards)
+        for one in muon.members(self.optimizer):
+            if hasattr(one, "train"):  # schedule-free ones begin as if evaluated (ema.py)
+                one.train()
         self._check_owned(shards)
         slots = {id(self.masters[slot.name]): slot for slot in plan.slots}
         muon.refuse_pieces(self.optimizer, slots, by_rows=stage > 0)
@@ -292,6 +295,11 @@ class ShardedOptimizer:
         wholes = self.across.collect({slot: self._target(slot) for slot in self.across.slots})
         for slot, edited in wholes.items():
             _take(edited, self.masters[slot.name])
+
+    def moved(self, reducer: Reducer) -> None:
+        """The masters have new values without a step."""
+        self.writes += 1
+        self._write_back(reducer)
 
     @torch.no_grad()
     def _write_back(self, reducer: Reducer) -> None:

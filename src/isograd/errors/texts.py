@@ -100,6 +100,9 @@ IG654: {path} cannot be had from the Hugging Face hub
 IG655: {folder} cannot be sent to the Hugging Face hub as {name}
   expected: OWNER/NAME, the network, and a token that may write (HF_TOKEN, or hf auth login)
   fix:      the folder is written; send it again with: hf upload {name} {folder}
+IG656: lm-eval-harness could not run {tasks}
+  expected: names of its tasks, whose data is on this machine or can be fetched
+  fix:      lm_eval ls tasks prints the names; --task-folder DIR for tasks of your own, as YAML
 IG666: {path} is in a folder that isograd writes into, and is no plain file of its own
   expected: regular files and folders: nothing outside of the folder is written through it
   fix:      remove it; to keep a run on another disk, link the run's whole folder, or give that disk with --run

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,16 +133,8 @@ def open_writer(place: str | Path, *, tokenizer: str | None = None, device: str 
     out, what the run was trained with. device: left out, a card if there is one."""
     from transformers import AutoModelForCausalLM
 
-    from isograd.hf.export import convert
-    from isograd.io import hub, tempdir
-
-    place = Path(hub.local(str(place)))
-    checkpoint = None if (place / "config.json").is_file() else _checkpoint_of(place)
-    found = tokenizer or (str(place) if checkpoint is None else _tokenizer_of_run(checkpoint))
-    words = _bytes() if found == "bytes" else _of_folder(Path(found))
-    with tempfile.TemporaryDirectory(dir=tempdir.home()) as home:  # the model's memory stays mapped
-        copied = found if Path(found, TOKENIZER).is_file() else None
-        folder = place if checkpoint is None else convert(checkpoint, Path(home, "model"), tokenizer=copied)
+    with hugging_folder(place, tokenizer) as (folder, found):  # the model's memory stays mapped
+        words = words_of(found)
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype="auto"
         )
@@ -149,6 +142,39 @@ def open_writer(place: str | Path, *, tokenizer: str | None = None, device: str 
     ends = getattr(model.generation_config, "eos_token_id", None)
     known = set(words["ends"]) | set(ends if isinstance(ends, list) else [] if ends is None else [ends])
     return Writer(model, words["encode"], words["decode"], frozenset(known), words["chat"])
+
+
+@contextmanager
+def hugging_folder(place: str | Path, tokenizer: str | None) -> Iterator[tuple[Path, str]]:
+    """A Hugging Face folder of a place, and its tokenizer: 'bytes' or a folder. A checkpoint's lasts while inside."""
+    from isograd.hf.export import convert
+    from isograd.io import hub, tempdir
+
+    place = Path(hub.local(str(place)))
+    checkpoint = None if (place / "config.json").is_file() else _checkpoint_of(place)
+    found = tokenizer or (str(place) if checkpoint is None else _tokenizer_of_run(checkpoint))
+    words_of(found)
+    with tempfile.TemporaryDirectory(dir=tempdir.home()) as home:
+        copied = found if Path(found, TOKENIZER).is_file() else None
+        yield (place if checkpoint is None else convert(checkpoint, Path(home, "model"), tokenizer=copied)), found
+
+
+def words_of(tokenizer: str) -> dict[str, Any]:
+    """What a tokenizer does, as functions: that of bytes, or of a folder."""
+    return _bytes() if tokenizer == "bytes" else _of_folder(Path(tokenizer))
+
+
+def config_beside(place: Path) -> dict[str, Any] | None:
+    """The config.yaml of the run that a place is, or whose checkpoint it is."""
+    from isograd.io.untrusted import CONFIG, read_text
+    from isograd.io.yaml_reader import parse
+
+    run = _run_of(place)
+    return None if run is None else parse(read_text(run / "config.yaml", CONFIG))
+
+
+def _run_of(place: Path) -> Path | None:
+    return next((up for up in (place, *place.absolute().parents[:2]) if (up / "config.yaml").is_file()), None)
 
 
 def _checkpoint_of(place: Path) -> Path:
@@ -161,17 +187,23 @@ def _checkpoint_of(place: Path) -> Path:
 
 def _tokenizer_of_run(checkpoint: Path) -> str:
     """What the run of a checkpoint was trained with, by the config.yaml in its folder."""
-    from isograd.data.manifest import read
-    from isograd.io.untrusted import CONFIG, read_text
-    from isograd.io.yaml_reader import parse
-
-    run = next((up for up in (checkpoint.parent.parent, checkpoint.parent) if (up / "config.yaml").is_file()), None)
-    if run is None:
+    run, config = _run_of(checkpoint), config_beside(checkpoint)
+    if run is None or config is None:
         raise ConfigError("IG646", seen=f"no config.yaml of a run beside {checkpoint}")
-    config = parse(read_text(run / "config.yaml", CONFIG))
+    return tokenizer_in(run, config)
+
+
+def tokenizer_in(run: Path, config: Mapping[str, Any]) -> str:
+    """The tokenizer of a run with this config: 'bytes' or a folder."""
+    from isograd.data.manifest import read
+
     data, model = config.get("data") or {}, config.get("model") or {}
     sources = [source.get("path") for source in data.get("sources") or [] if isinstance(source, dict)]
-    folders = [str(run / "data"), *filter(None, [data.get("tokenizer"), *sources, model.get("path")])]
+    folders = [
+        str(run / "data"),
+        str(run / "tokenizer"),
+        *filter(None, [data.get("tokenizer"), *sources, model.get("path")]),
+    ]
     for folder in folders:
         if Path(folder, TOKENIZER).is_file():
             return str(folder)

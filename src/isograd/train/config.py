@@ -129,6 +129,11 @@ class Config(Section):
         if self.evaluate.every is None and (self.evaluate.patience or self.checkpoint.keep_best):
             name = "evaluate.patience" if self.evaluate.patience else "checkpoint.keep_best"
             raise _contradiction(f"{name} needs evaluate.every", name, "evaluate.every")
+        if self.evaluate.tasks and (layout.pp > 1 or self.data is None or self.task == "preference"):
+            raise _contradiction(
+                "evaluate.tasks are for a language model without pp; isograd evaluate takes its checkpoints",
+                "evaluate.tasks", "layout", "task",
+            )  # fmt: skip
         self._survives(layout)
         low, high, warmup = self.optimizer.min_lr, self.optimizer.lr, self.optimizer.warmup
         if low > high:
@@ -178,7 +183,7 @@ class Config(Section):
             (model.recompute in ("offload", "selective"), "model.recompute true or false", "model.recompute"),
             (model.recompute and layout.world_size > layout.dp, "model.recompute under dp and zero", "model.recompute"),
             (model.compile and layout.world_size > layout.dp, "model.compile under dp and zero", "model.compile"),
-            (self.optimizer.name == "muon", "optimizer.name adamw", "optimizer.name"),
+            (self.optimizer.name == "muon", "any optimizer.name but muon", "optimizer.name"),
             (self.task == "preference" and layout.pp > 1, "task preference without pp", "layout"),
             (self.adapter is not None and self.adapter.dora and layout.tp > 1, "dora without tp", "adapter.dora"),
         ):

@@ -19,7 +19,10 @@ from isograd.data import Mixture, read_tokenizer
 from isograd.data.preferences import Preferences
 from isograd.engine.evaluation import merge
 from isograd.errors import ConfigError
+from isograd.generate.harness import harness
 from isograd.generate.sampling import Sampling, draw
+from isograd.generate.scoring import Scorer, end_of
+from isograd.generate.writer import tokenizer_in, words_of
 from isograd.hf.configs import load_config
 from isograd.hf.families import HuggingFace
 from isograd.models import Transformer, TransformerConfig, preset
@@ -145,9 +148,23 @@ class LanguageTask:
         for step in filter(self.held_out.has_new, range(self.config.evaluate.batches)):
             beat(f"evaluating, batch {step + 1}")
             found.append(self.engine.evaluate(self._rows(self.held_out, step), self.config.micro_batches))
+        more = self._reached(beat)
         self.model.train()
         every = merge(found)
-        return Evaluated(every.loss, every.weight, {f"loss/{name}": term.mean for name, term in every.terms.items()})
+        terms = {f"loss/{name}": term.mean for name, term in every.terms.items()}
+        return Evaluated(every.loss, every.weight, {**terms, **more})
+
+    def _reached(self, beat: ProgressCallback) -> dict[str, float]:
+        """What the model reaches in the tasks of lm-eval-harness that the config names."""
+        asked = self.config.evaluate
+        if not asked.tasks:
+            return {}
+        words = words_of(tokenizer_in(self.config.folder, self.config.model_dump()))
+        scorer = Scorer(
+            logits_function(self.model, self.mesh), self.mesh, words["encode"], words["decode"], end_of(words),
+            self.length, beat=beat,
+        )  # fmt: skip
+        return harness(scorer, asked.tasks, asked.task_folder, asked.task_limit)
 
     def finish(self, sample: int) -> str | None:
         """A sample of the model's writing."""
@@ -180,13 +197,17 @@ def sample_text(
     decode: Callable[[Sequence[int]], str],
 ) -> str:
     """A prompt [1, n], and at most so many tokens that the model writes after it, until it writes `stop`."""
-    from isograd.hf.training_rows import logits_of
-
     prompt = prompt.to(mesh.device)
-    logits = model if isinstance(model, Transformer) else partial(logits_of, model, mesh)
-    written = generate(logits, prompt, tokens, window)
+    written = generate(logits_function(model, mesh), prompt, tokens, window)
     written = written[: written.index(stop) + 1] if stop in written else written
     return f"{decode(prompt[0].tolist())}▮{decode(written)}"
+
+
+def logits_function(model: nn.Module, mesh: Mesh) -> Callable[[Tensor], Tensor]:
+    """From tokens to logits, on all ranks, of a model that has no pipeline."""
+    from isograd.hf.training_rows import logits_of
+
+    return model if isinstance(model, Transformer) else partial(logits_of, model, mesh)
 
 
 def first_answer(labels: Tensor) -> tuple[int, int]:

@@ -29,15 +29,16 @@ from isograd.comm.consensus import run_or_raise_on_all_ranks
 from isograd.core.mesh import Mesh
 from isograd.elastic import Copies, Recovery, process_progress
 from isograd.engine import Stats
+from isograd.engine.ema import averaged
 from isograd.errors import DataError, TrainError, headline
 from isograd.io import atomic, plots
 from isograd.train import journal, run_folder
 from isograd.train.config import Config
-from isograd.train.optimizers import LearningRateSchedule
+from isograd.train.optimizers import PROGRESS, LearningRateSchedule
 from isograd.train.reading import changed, differing, written
 from isograd.train.resources import most_memory, peak_flops
 from isograd.train.run import peers
-from isograd.train.run.corruption import CorruptionChecks
+from isograd.train.run.corruption import CorruptionChecks, is_due
 from isograd.train.run.heartbeat import Heartbeat
 from isograd.train.run.profiling import StepProfile
 from isograd.train.run.signals import GROW_EVENT, NO_RANK_MISSING, SIGNALS, STOPPED, SignalListener, StopRequest
@@ -192,8 +193,8 @@ class _Run:
             found = self.keeper.load(self.options.resume)
         if found is None:
             return 0
-        for group, values in zip(groups, ours, strict=True):
-            group.update(values)  # decay rates and such are the config's, not the checkpoint's
+        for group, values in zip(groups, ours, strict=True):  # decay rates and such are the config's
+            group.update({name: value for name, value in values.items() if name not in PROGRESS})
         if found.extra.get("data") not in (None, self.task.fingerprint):
             raise TrainError(
                 "IG986", "the checkpoint was trained on other data, or in another order",
@@ -367,7 +368,7 @@ class _Run:
     def _compare(self, step: int) -> None:
         """Before the optimizer writes: at ZeRO 1 and 2 its step overwrites every copy."""
         every = self.config.safety.replicas_every
-        saves = step == self.config.steps or _is_due(step, self.config.checkpoint.every)
+        saves = step == self.config.steps or is_due(step, self.config.checkpoint.every)
         if every and (saves or step % every == 0):
             self.watchdog.beat(f"comparing copies in step {step}")
             peers.equal_copies(self.task.engine, step)
@@ -375,9 +376,9 @@ class _Run:
     def _after_step(self, step: int, ending: RunOutcome | None) -> RunOutcome | None:
         """Evaluate and save when they are due after a step. An outcome: the run ends here."""
         config, last = self.config, step == self.config.steps
-        saves = ending is not None or last or _is_due(step, config.checkpoint.every)
+        saves = ending is not None or last or is_due(step, config.checkpoint.every)
         better = self.best
-        if ending is None and (last or _is_due(step, config.evaluate.every)):
+        if ending is None and (last or is_due(step, config.evaluate.every)):
             self._evaluate(step)
         if config.checkpoint.keep_best and self.best != better:
             self.keeper.best, saves = step, True
@@ -421,7 +422,7 @@ class _Run:
 
     def _missed_evaluation(self, step: int) -> bool:
         """Whether a run ended, or a rank died, before the evaluation of the step that it resumes from was written."""
-        due = step > 0 and (step == self.config.steps or _is_due(step, self.config.evaluate.every))
+        due = step > 0 and (step == self.config.steps or is_due(step, self.config.evaluate.every))
         if not due:
             return False
         lines = journal.read(self.config.folder / "metrics.jsonl") if self.log is not None else ()
@@ -429,7 +430,8 @@ class _Run:
         return _any_rank(self.mesh, self.log is not None and not found)[0]
 
     def _evaluate(self, step: int) -> None:
-        found = self.task.evaluate(self.watchdog.beat)
+        with averaged(self.task.engine):
+            found = self.task.evaluate(self.watchdog.beat)
         if found is not None:
             better = found.loss < (math.inf if self.best is None else self.best)
             self.not_better = 0 if better else self.not_better + 1
@@ -464,7 +466,8 @@ class _Run:
             self._event("done", f"nothing to do: all {self.config.steps} steps were done before", step)
             return self._outcome(0, step, "")
         self.watchdog.beat("finishing")
-        text = self.task.finish(self.config.log.sample)
+        with averaged(self.task.engine):
+            text = self.task.finish(self.config.log.sample)
         if text is not None:
             self._event("model", text, step)
         if self.mesh.rank == 0:
@@ -493,7 +496,3 @@ def _any_rank(mesh: Mesh, *mine: bool) -> list[bool]:
     """Of each, whether it is true on any rank; the same answers on all of them, by one message."""
     found = raw.all_max(torch.tensor([float(each) for each in mine], device=mesh.device), mesh.group("world"))
     return [bool(each) for each in found.tolist()]
-
-
-def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0

@@ -4,30 +4,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from isograd.engine import ChainedOptimizer, Muon, Shards
 from isograd.engine.zero import Factory
+from isograd.errors import TrainError
 from isograd.train.sections import Optimizer
 
-MATRICES = ("blocks.*",)  # what Muon steps: the matrices of blocks; embeddings, the head, norms and biases go to AdamW
+# Which matrices these optimizers step whole, each on one rank; the rest goes to AdamW. Muon is not for embeddings.
+MATRICES = {"muon": ("blocks.*",), "adafactor": ("*",), "adamw_8bit": ("*",)}
+ELEMENTWISE = ("lion", "schedule_free")  # of other packages than torch
+PACKAGES = {"lion": "lion-pytorch", "schedule_free": "schedulefree", "adamw_8bit": "bitsandbytes"}
+PROGRESS = ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")  # what schedule-free counts in its groups
+
+
+def class_of(name: str) -> Any:
+    """The optimizer's class; TrainError if its package is not installed."""
+    try:
+        if name == "lion":
+            from lion_pytorch import Lion
+
+            return Lion
+        if name == "schedule_free":
+            from schedulefree import AdamWScheduleFree
+
+            return AdamWScheduleFree
+        if name == "adamw_8bit":
+            from bitsandbytes.optim import AdamW8bit
+
+            return AdamW8bit
+    except ImportError as error:
+        package = PACKAGES[name]
+        raise TrainError(
+            "IG982", f"the config asks for optimizer.name {name}, and the package is not installed", seen=str(error),
+            expected=f"the package {package}", fix=f"pip install {package}, or another optimizer.name",
+        ) from error  # fmt: skip
+    return {"adamw": torch.optim.AdamW, "muon": Muon, "adafactor": torch.optim.Adafactor}[name]
 
 
 def factory(config: Optimizer) -> Factory:
     """What the Engine calls with its shards to make the optimizer of a config."""
+    kind, decay = class_of(config.name), config.weight_decay
 
     def adamw(shards: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            groups(shards, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-        )
+        return torch.optim.AdamW(groups(shards, decay), lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
-    def muon(shards: Shards) -> torch.optim.Optimizer:
-        rate = config.muon_lr or config.lr
-        return ChainedOptimizer(Muon(shards.matrices, lr=rate, weight_decay=config.weight_decay), adamw(shards.rest))
+    def by_matrix(shards: Shards) -> torch.optim.Optimizer:
+        rate = config.muon_lr if config.name == "muon" and config.muon_lr else config.lr
+        more = {"betas": config.betas, "eps": config.eps} if config.name == "adamw_8bit" else {}
+        return ChainedOptimizer(kind(shards.matrices, lr=rate, weight_decay=decay, **more), adamw(shards.rest))
 
-    return muon if config.name == "muon" else adamw
+    def by_element(shards: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        more = {"eps": config.eps} if config.name == "schedule_free" else {}
+        made: torch.optim.Optimizer = kind(groups(shards, decay), lr=config.lr, betas=config.betas, **more)
+        return made
+
+    return by_matrix if config.name in MATRICES else by_element if config.name in ELEMENTWISE else adamw
 
 
 def groups(shards: Iterable[nn.Parameter], decay: float) -> list[dict[str, object]]:

@@ -190,8 +190,11 @@ class Preference(Section):
 class Optimizer(Section):
     """`optimizer`: the optimizer, and the learning rate over the run."""
 
-    name: Literal["adamw", "muon"] = Field(
-        default="adamw", description="muon: matrices of blocks by Muon, the rest by AdamW"
+    name: Literal["adamw", "muon", "adafactor", "lion", "schedule_free", "adamw_8bit"] = Field(
+        default="adamw",
+        description="muon: matrices of blocks by Muon, the rest by AdamW; adafactor, adamw_8bit (states of 8 bits, by "
+        "bitsandbytes): all matrices so, the rest by AdamW; lion: by lion-pytorch; schedule_free: AdamW by "
+        "schedulefree, with schedule constant",
     )
     lr: Rate = Field(description="the highest learning rate")
     min_lr: Annotated[float, Field(ge=0)] = Field(default=0.0, description="what the learning rate falls to at the end")
@@ -202,7 +205,7 @@ class Optimizer(Section):
     decay: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.2, description="of schedule wsd: the last share of the run, in which the learning rate falls"
     )
-    betas: Annotated[tuple[Share, Share], LISTED] = Field(default=(0.9, 0.95), description="AdamW's decay rates")
+    betas: Annotated[tuple[Share, Share], LISTED] = Field(default=(0.9, 0.95), description="decay rates of AdamW, Lion")
     eps: Rate = Field(default=1e-8, description="AdamW's epsilon")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         default=0.1, description="of matrices; norms and biases have none"
@@ -212,6 +215,14 @@ class Optimizer(Section):
         default=False, description="masters and states lie, and step, in the host's memory; for zero1 to zero3"
     )
     muon_lr: Rate | None = Field(default=None, description="the learning rate of Muon's matrices; null: lr")
+
+    @model_validator(mode="after")
+    def _belongs(self) -> Optimizer:
+        if self.name == "schedule_free" and self.schedule != "constant":
+            raise ValueError(f"schedule_free has schedule constant, and warmup if you like; not {self.schedule}")
+        if self.muon_lr and self.name != "muon":
+            raise ValueError(f"muon_lr belongs to muon, and the optimizer is {self.name}")
+        return self
 
 
 class Saving(Section):
@@ -243,6 +254,13 @@ class Evaluating(Section):
     batches: Positive = Field(
         default=4, description="batches of held-out text in one evaluation; all of it, once, where there is less"
     )
+    tasks: list[str] = Field(
+        default=[], description="of lm-eval-harness (pip install lm_eval), asked at each evaluation; not under pp"
+    )
+    task_folder: str | None = Field(
+        default=None, description="of tasks as YAML, in place of lm-eval-harness's own; its code is run"
+    )
+    task_limit: Positive | None = Field(default=None, description="documents of a task; null: all")
 
 
 class Logging(Section):

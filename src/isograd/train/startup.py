@@ -27,12 +27,14 @@ from isograd.comm.launch import World
 from isograd.core.layout import Layout
 from isograd.data import read_tokenizer
 from isograd.errors import ConfigError
+from isograd.generate import harness
 from isograd.io import tempdir, terminal
 from isograd.plan.memory import LOAD
 from isograd.train import language, run_folder, texts
 from isograd.train.config import Config
 from isograd.train.journal import human
 from isograd.train.loop import RunOptions, RunOutcome, run
+from isograd.train.optimizers import class_of
 from isograd.train.resources import PER_CORE, PROGRAM, Forecast, LocalMachine, forecast
 from isograd.train.tasks import prepare
 
@@ -116,7 +118,10 @@ def refuse_data(config: Config) -> None:
 
 
 def refuse_early(config: Config, resume: str) -> None:
-    """Raise what the ranks would raise: about the folder, the place to resume from, and the tokenizer."""
+    """Raise what the ranks would raise: about packages, the folder, the place to resume from, and the tokenizer."""
+    class_of(config.optimizer.name)
+    if config.evaluate.tasks:
+        harness.need()
     run_folder.make_folder(config.folder)
     if resume == "never":
         run_folder.refuse_earlier_run(config.folder)

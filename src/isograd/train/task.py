@@ -15,7 +15,7 @@ from isograd.core.mesh import Mesh
 from isograd.engine import Engine, WeightAverage
 from isograd.io.safetensors_reader import Weights
 from isograd.train.config import Config
-from isograd.train.optimizers import MATRICES, factory
+from isograd.train.optimizers import ELEMENTWISE, MATRICES, factory
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | N
         reproducible=config.reproducible,
         offload=config.optimizer.offload,
         weights=weights,
-        matrices=MATRICES if config.optimizer.name == "muon" else (),
+        matrices=MATRICES.get(config.optimizer.name, ()),
+        elementwise=config.optimizer.name in ELEMENTWISE,
     )
     if config.ema is not None:
         WeightAverage(engine, config.ema)

@@ -27,14 +27,15 @@ class CorruptionChecks:
         self._safety, self._micro_batches, self._engine, self._tell = config.safety, config.micro_batches, engine, tell
         self._replay = ReplayCheck(engine) if config.safety.replay_every else None
         self._seal, self._sealed = MemoryChecksum(engine, optimizer=config.safety.state == "all"), False
+        self._writes = 0  # of the optimizer when the seal was set: a schedule-free one also writes to be evaluated
         self.from_copy: Callable[[Iterable[str]], None] | None = None  # brings back rows of this rank from a copy
 
     def step(self, step: int, batch: Any, gather: Callable[[], None]) -> Stats:
         """Step number `step`: `gather` runs its backwards. Done again when a check refuses it; the second time it is
         refused it raises, on all ranks."""
-        sums = _is_due(step, self._safety.sums_every)
-        replay = self._replay if _is_due(step, self._safety.replay_every) else None
-        if not self._sealed and _is_due(step, self._safety.state_every):  # the first one
+        sums = is_due(step, self._safety.sums_every)
+        replay = self._replay if is_due(step, self._safety.replay_every) else None
+        if not self._sealed and is_due(step, self._safety.state_every):  # the first one
             self._set()
         for tries in range(1, TRIES + 1):
             try:
@@ -57,20 +58,21 @@ class CorruptionChecks:
                     raise
             else:
                 self._sealed = False
-                if _is_due(step + 1, self._safety.state_every):
+                if is_due(step + 1, self._safety.state_every):
                     self._set()
                 return stats
         raise AssertionError("the last try returns or raises")
 
     def check_seal(self) -> None:
         """When all gradients of a step are there: what this rank keeps is what the step before has left."""
-        if self._sealed:
+        if self._sealed and self._writes == self._engine._sharded_optimizer.writes:
             self._seal.check()
 
     def _set(self) -> None:
         self._seal.set()
-        self._sealed = True
+        self._sealed, self._writes = True, self._engine._sharded_optimizer.writes
 
 
-def _is_due(step: int, every: int) -> bool:
-    return bool(every) and step % every == 0
+def is_due(step: int, every: int | None) -> bool:
+    """Whether a thing that happens every so many steps (0, None: never) happens after this one."""
+    return bool(every) and step % (every or 1) == 0
