@@ -35,7 +35,7 @@ EXAMPLES = """examples:
 
 exit codes: 0 well, 2 wrong usage, 3 damaged (verify) or different (diff)"""
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
-PLACE = "a checkpoint, or the newest of a run or of a folder of checkpoints"
+PLACE = "a checkpoint, or the newest of a run or of a folder of checkpoints, also in a store: s3://bucket/run"
 
 ABOUT = "Checkpoints: what is in them, whether they are whole, how two differ, to Hugging Face, and from others."
 
@@ -57,7 +57,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
 def _inspect(options: argparse.Namespace) -> int:
     from isograd.checkpoint.read import open_whole
 
-    reader = open_whole(Path(options.place))
+    reader = open_whole(options.place)
     facts = _facts(reader)
     if options.json:
         print(json.dumps(facts | {"tensors": _tensors(reader, options.tensors)}, indent=1))
@@ -134,7 +134,7 @@ def _verify(options: argparse.Namespace) -> int:
     from isograd.checkpoint.compare import damages
     from isograd.checkpoint.read import open_whole
 
-    reader = open_whole(Path(options.place))
+    reader = open_whole(options.place)
     wrong, pieces = [], 0
     total = sum(len(saved.files) for saved in reader.manifest.tensors.values())
     for key, damage in damages(reader):
@@ -162,7 +162,7 @@ def _diff(options: argparse.Namespace) -> int:
     from isograd.checkpoint.compare import differences
     from isograd.checkpoint.read import open_whole
 
-    one, other = open_whole(Path(options.first)), open_whole(Path(options.second))
+    one, other = open_whole(options.first), open_whole(options.second)
     found = 0
     for difference in differences(one, other):
         found += 1
@@ -212,7 +212,9 @@ def _convert(options: argparse.Namespace) -> int:
     from isograd.hf.adapter_files import convert_adapters
     from isograd.hf.export import convert
 
-    place = one_of(Path(options.place))
+    from isograd.io.store import place_of
+
+    place = one_of(place_of(options.place))
     if options.adapters:
         if options.tokenizer or options.dtype or options.ema:
             raise ConfigError(
