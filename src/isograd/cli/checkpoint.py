@@ -4,7 +4,7 @@ isograd ckpt inspect run/checkpoints                   what a checkpoint holds
 isograd ckpt verify run/checkpoints                    read everything, check every hash
 isograd ckpt diff A B                                  which tensors and rows differ, and by how much
 isograd ckpt convert run/checkpoints out/              a Hugging Face folder, without ranks; --adapters: LoRA's alone
-isograd ckpt import DCP out/ --config models/llama     the same from torchtitan's, Megatron-Core's or FSDP2's folder
+isograd ckpt import DCP out/ --config models/llama     the same from torchtitan's, Megatron's, FSDP2's or DeepSpeed's
 """
 
 from __future__ import annotations
@@ -176,6 +176,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="PLACE", help=PLACE)
     parser.add_argument("--adapters", action="store_true", help="write the adapters (LoRA) alone, as a folder of peft")
     parser.add_argument("--ema", action="store_true", help="write the averages of the weights, in fp32 (config: ema)")
+    parser.add_argument("--config", metavar="DIR", help="of a folder of DeepSpeed or DCP: one with its config.json")
     parser.add_argument(
         "--push-to-hub", metavar="OWNER/NAME", help="also send it to the Hugging Face hub, private there"
     )
@@ -190,7 +191,8 @@ def _hugging_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _import_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("place", metavar="DCP", help="a folder with .metadata and *.distcp")
+    parser.add_argument("place", metavar="DCP", help="a folder with .metadata and *.distcp, or of DeepSpeed's ZeRO")
+    parser.add_argument("--states", metavar="DIR", help="of ZeRO: also write a checkpoint with Adam's states")
     parser.add_argument("--config", metavar="DIR", required=True, help="a folder with the model's config.json")
     parser.add_argument("--prefix", metavar="TEXT", help="what stands before the names of the weights, as 'model.'")
     _hugging_options(parser)
@@ -211,9 +213,10 @@ def _convert(options: argparse.Namespace) -> int:
     from isograd.errors import ConfigError
     from isograd.hf.adapter_files import convert_adapters
     from isograd.hf.export import convert
-
     from isograd.io.store import place_of
 
+    if options.config is not None:
+        return _import(argparse.Namespace(**vars(options), prefix=None, states=None))
     place = one_of(place_of(options.place))
     if options.adapters:
         if options.tokenizer or options.dtype or options.ema:
@@ -234,7 +237,7 @@ def _import(options: argparse.Namespace) -> int:
 
     read = import_dcp(
         options.place, options.out, config=options.config, prefix=options.prefix, tokenizer=options.tokenizer,
-        max_shard_gb=options.max_shard_gb, dtype=_dtype(options.dtype),
+        max_shard_gb=options.max_shard_gb, dtype=_dtype(options.dtype), states=options.states,
     )  # fmt: skip
     print(f"read: names of {read.kind}" + (f" behind {read.prefix!r}" if read.prefix else ""))
     return _written(options.place, Path(options.out))
@@ -262,5 +265,5 @@ VERBS: dict[str, Verb] = {
     "verify": ("read everything and check every hash", _verify_options, _verify),
     "diff": ("name the tensors and rows in which two differ", _diff_options, _diff),
     "convert": ("write a Hugging Face folder, without ranks", _convert_options, _convert),
-    "import": ("write one from a folder of torch.distributed.checkpoint", _import_options, _import),
+    "import": ("write one from a folder of torch.distributed.checkpoint or DeepSpeed", _import_options, _import),
 }
