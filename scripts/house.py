@@ -60,7 +60,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 49_700,
+    "isograd, lines": 49_830,
     "isograd-verify, lines": 17_599,
     "comm + engine, lines": 8_992,
     "arrows between packages": 130,

@@ -30,6 +30,7 @@ EXAMPLES = """examples:
   isograd ckpt verify run/checkpoints
   isograd ckpt diff run/checkpoints/step-00000100 other/checkpoints/step-00000100
   isograd ckpt convert run/checkpoints out/ --tokenizer my_model/ --dtype bf16
+  isograd ckpt convert run/checkpoints out/ --tokenizer my_model/ --gguf q8_0
   isograd ckpt convert run/checkpoints out/ --push-to-hub me/my-model
   isograd ckpt import outputs/checkpoint/step-100 out/ --config my_model/
 
@@ -177,6 +178,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapters", action="store_true", help="write the adapters (LoRA) alone, as a folder of peft")
     parser.add_argument("--ema", action="store_true", help="write the averages of the weights, in fp32 (config: ema)")
     parser.add_argument("--config", metavar="DIR", help="of a folder of DeepSpeed or DCP: one with its config.json")
+    parser.add_argument("--gguf", choices=("f32", "f16", "q8_0"), help="also write a GGUF file, for llama.cpp")
     parser.add_argument(
         "--push-to-hub", metavar="OWNER/NAME", help="also send it to the Hugging Face hub, private there"
     )
@@ -229,6 +231,10 @@ def _convert(options: argparse.Namespace) -> int:
         place, options.out, tokenizer=options.tokenizer, max_shard_gb=options.max_shard_gb, ema=options.ema,
         dtype=_dtype(options.dtype),
     )  # fmt: skip
+    if options.gguf is not None:
+        from isograd.hf.gguf_file import write_gguf
+
+        write_gguf(out, options.gguf)
     return _written(place, out, options.push_to_hub)
 
 

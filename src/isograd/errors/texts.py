@@ -230,6 +230,7 @@ IG951: {path} could not be {doing}
 IG952: credentials stand in the address of a store, which is written into logs
   expected: an address without them, as s3://bucket/run
   fix:      put them into the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), or fsspec's config files
+IG953: this model cannot be written as a GGUF file
 IG960: representations that do not pair up
   expected: queries [n, d], documents [n, d] whose row i belongs to query i, then hard negatives [any, d]
 IG961: the inputs of a tower have no common number of rows
