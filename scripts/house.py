@@ -61,7 +61,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 50_455,
+    "isograd, lines": 51_476,
     "isograd-verify, lines": 17_601,
     "comm + engine, lines": 9_213,
     "arrows between packages": 132,

@@ -14,11 +14,12 @@ import pytest
 import torch
 import yaml
 
+from isograd.checkpoint.folder import checkpoints
 from isograd.core import rng
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.data import manifest
-from isograd.errors import LaunchError
+from isograd.errors import LaunchError, TrainError
 from isograd.nn.loss import Head
 from isograd.train import journal, loop
 from isograd.train.config import Config
@@ -88,6 +89,21 @@ def test_a_stopped_run_goes_on_under_another_layout_as_if_never_stopped(worlds, 
     piped = config_of(tmp_path / "cut", text, layout="pp2 zero1")
     assert worlds(2).run(loop.run, piped, QUIET)[0].code == 0
     assert close(losses(tmp_path / "cut"), expected)
+
+
+def test_a_run_keeps_its_checkpoints_in_the_store_of_its_config_and_resumes(text: Path, tmp_path: Path) -> None:
+    loop.run(config_of(tmp_path / "whole", text), QUIET)
+    store = f"file://{tmp_path}/elsewhere"
+    config = config_of(tmp_path / "cut", text, checkpoint={"store": store, "every": 2})
+    assert loop.run(config, replace(QUIET, until=3)).code == STOPPED
+    assert loop.run(config, QUIET).code == 0
+    assert close(losses(tmp_path / "cut"), losses(tmp_path / "whole"))
+    assert [step for step, _ in checkpoints(config.checkpoints)] == [4, 6]
+    assert not (tmp_path / "cut" / "checkpoints").exists()
+    with pytest.raises(TrainError, match=rf"IG985(.|\n)*{store}/step-00000006"):
+        loop.run(config, replace(QUIET, resume="never"))
+    with pytest.raises(ValueError, match=r"checkpoint\.store"):
+        config_of(tmp_path / "other", text, checkpoint={"store": "s3://me:pass@bucket/run"})
 
 
 def test_an_evaluation_that_a_stop_came_before_is_made_up_for_by_the_resume(text: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from isograd.errors import CheckpointError
 from isograd.io.atomic import flush
 from isograd.io.no_follow import open_to_write
+from isograd.io.store import Place
 from isograd.io.untrusted import open_to_read
 
 DTYPES = {
@@ -87,7 +88,7 @@ def sha256(tensor: Tensor, moved: Callable[[], None] = lambda: None) -> str:
 
 
 def write_tensors(
-    path: Path,
+    path: Place,
     entries: Sequence[TensorEntry],
     tensors: Iterable[Tensor],
     note: dict[str, str],
@@ -126,27 +127,31 @@ def write_tensors(
 
 
 def _read_again(
-    path: Path, head: bytes, entries: Sequence[TensorEntry], hashes: dict[str, str], moved: Callable[[], None]
+    path: Place, head: bytes, entries: Sequence[TensorEntry], hashes: dict[str, str], moved: Callable[[], None]
 ) -> None:
     """Raise IG945 unless a file holds this header, and tensors with these hashes, and nothing else."""
     expected = len(head) + sum(one.size for one in entries)
     with open_to_read(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        size, _ = file.seek(0, os.SEEK_END), file.seek(0)
         if size != expected:
             raise CheckpointError("IG945", seen=f"{size:,} bytes instead of {expected:,}", path=path)
-        if hasattr(os, "posix_fadvise"):  # from the disk, as far as the system allows, and not from memory
+        if isinstance(path, Path) and hasattr(
+            os, "posix_fadvise"
+        ):  # from the disk, as far as the system allows, and not from memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if file.read(len(head)) != head:
             raise CheckpointError("IG945", seen="another header", path=path)
         buffer, said = memoryview(bytearray(CHUNK)), time.monotonic()
         for one in entries:
             found, left = hashlib.sha256(), one.size
-            while left and (count := file.readinto(buffer[: min(left, CHUNK)])):  # type: ignore[attr-defined]
+            while left and (count := file.readinto(buffer[: min(left, CHUNK)])):
                 found.update(buffer[:count])
                 left -= count
                 moved()
-                if time.monotonic() - said > 1.0:  # a sign of life for those that watch the folder
-                    os.utime(path)
+                if (
+                    isinstance(path, Path) and time.monotonic() - said > 1.0
+                ):  # a sign of life for those that watch the folder
+                    os.utime(str(path))
                     said = time.monotonic()
             if left or found.hexdigest() != hashes[one.name]:
                 raise CheckpointError("IG945", seen=f"other bytes of {one.name!r}", path=path)

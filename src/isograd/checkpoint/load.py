@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from isograd.engine import Engine, state
 from isograd.engine.ema import switch
 from isograd.engine.muon import members
 from isograd.errors import CheckpointError, IsogradError, did_you_mean
+from isograd.io.store import Place, place_of
 
 SHOWN = 8
 NO_MODEL = ("optimizer/", "generator/", "ema/")
@@ -48,12 +48,12 @@ class Loaded:
 
     step: int
     extra: dict[str, Any]
-    path: Path
+    path: Place
     layout: str  # that saved it
     skipped_damaged: tuple[str, ...] = ()  # newer checkpoints that are damaged or not finite, and why
 
 
-def load(engine: Engine, folder: Path, source: str | Path, beat: Callable[[str], None]) -> Loaded | None:
+def load(engine: Engine, folder: Place, source: str | Place, beat: Callable[[str], None]) -> Loaded | None:
     """Load the newest good checkpoint, or the given one; `beat` is called for each tensor that this rank reads.
 
     What a step under way has gathered is dropped: it belongs to the parameters that are replaced.
@@ -62,7 +62,9 @@ def load(engine: Engine, folder: Path, source: str | Path, beat: Callable[[str],
     if not all(all_gather_object(engine.step_state.empty, mesh)):
         state.drop_step(engine)
     mine = _together(engine, lambda: _choices(folder, source))
-    choices = [Path(name) for name in all_gather_object([str(place) for place in mine], mesh)[0]]  # as rank 0 sees them
+    choices = [
+        place_of(name) for name in all_gather_object([str(place) for place in mine], mesh)[0]
+    ]  # as rank 0 sees them
     damaged = []
     for place in choices:
         try:
@@ -80,15 +82,14 @@ def load(engine: Engine, folder: Path, source: str | Path, beat: Callable[[str],
     return None
 
 
-def _choices(folder: Path, source: str | Path) -> list[Path]:
+def _choices(folder: Place, source: str | Place) -> list[Place]:
     """Newest first."""
     if source == "auto":
         return [place for _, place in reversed(folders.checkpoints(folder))]
-    path = Path(source)
-    return [folders.one_of(path)]
+    return [folders.one_of(place_of(source))]
 
 
-def _load(engine: Engine, place: Path, beat: Callable[[str], None]) -> Loaded:
+def _load(engine: Engine, place: Place, beat: Callable[[str], None]) -> Loaded:
     """Raises Damage on all ranks when any finds some."""
     reader = _together(engine, lambda: Reader(place))
     assert reader is not None
@@ -161,7 +162,7 @@ def _has_averages(manifest: CheckpointManifest) -> bool:
 # -- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def _refuse_other_model(engine: Engine, manifest: CheckpointManifest, place: Path) -> None:
+def _refuse_other_model(engine: Engine, manifest: CheckpointManifest, place: Place) -> None:
     """Parameters, masters and buffers are the same ones, with the same shapes and dtypes, on all stages together."""
     saved = {key: kept for key, kept in manifest.tensors.items() if not key.startswith(NO_MODEL)}
     held = {part.key: part for part in state.parts(engine) if not part.key.startswith(NO_MODEL)}
@@ -185,7 +186,7 @@ def _refuse_other_model(engine: Engine, manifest: CheckpointManifest, place: Pat
     raise_alike(error if wrong or unlike else None, engine.mesh)
 
 
-def _refuse_other_optimizer(engine: Engine, manifest: CheckpointManifest, place: Path) -> None:
+def _refuse_other_optimizer(engine: Engine, manifest: CheckpointManifest, place: Place) -> None:
     """The same parameters are trained, each by the same kind of optimizer."""
     there = {name: group["kind"] for group in manifest.numbers["groups"] for name in group["names"]}
     here = state.kinds(engine)

@@ -15,12 +15,10 @@ the same copies are written again, up to TRIES times; with "go_on" that checkpoi
 from __future__ import annotations
 
 import json
-import secrets
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -38,6 +36,7 @@ from isograd.engine import Engine, state
 from isograd.engine.ema import averaged
 from isograd.engine.state import Part
 from isograd.errors import CheckpointError, IsogradError
+from isograd.io.store import Place, StorePath, place_of
 from isograd.io.untrusted import FileError
 
 POLL_S = 0.1
@@ -57,7 +56,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Place,
         engine: Engine,
         *,
         keep_last: int = 3,
@@ -67,7 +66,7 @@ class CheckpointManager:
         beat: Callable[[str], None] | None = None,
         phase: Phase | None = None,
     ) -> None:
-        """All ranks make it together; one job at a time writes into a folder.
+        """All ranks make it together; one job at a time writes into a folder, which may be a URL of an object store.
 
         keep_last: how many of the newest are kept, beside those whose step is a multiple of `keep_every`.
         on_error: what a save does that could not be written: "stop" raises its error; "retry" writes the same state
@@ -77,7 +76,7 @@ class CheckpointManager:
             than a watchdog's limit.
         phase: is told where a save is (write.PHASES): for tests, which end the process there.
         """
-        self.folder, self.engine, self.mesh = Path(folder), engine, engine.mesh
+        self.folder, self.engine, self.mesh = place_of(folder), engine, engine.mesh
         self.keep_last, self.keep_every = keep_last, keep_every
         self.on_error: OnError = on_error
         self.best: int | None = None  # the step of a checkpoint that the next saves do not prune
@@ -88,7 +87,8 @@ class CheckpointManager:
         self._writing: Writing | None = None
         self._lock: folders.Lock | None = None
         state.meet_to_save(engine)
-        self._job = str(all_gather_object(secrets.token_hex(4), self.mesh)[0])
+        self._job = str(all_gather_object(folders.job_name(), self.mesh)[0])
+        self._takes = 0  # of this job: saves, and what is written again
         all_or_none(self._take_folder, f"opening the folder {folder}", self.mesh)
         all_or_none(self._check_shared, f"looking into the folder {folder}", self.mesh)
 
@@ -131,10 +131,16 @@ class CheckpointManager:
         head = {"step": step, "layout": str(layout), "model": describe_model(self.engine.model), "extra": extra}
         head["run"] = declared.run
         job = SaveJob(
-            self.folder, folders.partial(self.folder, step, self._job), step, self.mesh.rank, layout.world_size, head,
+            self.folder, self._place(step), step, self.mesh.rank, layout.world_size, head,
             copies, counts, self.keep_last, self.keep_every, self._phase, self.best,
         )  # fmt: skip
         self._writing, self._tries = Writing(job), 1
+
+    def _place(self, step: int) -> Place:
+        """Where the next save is written."""
+        self._takes += 1
+        place: Place = folders.partial(self.folder, step, f"{self._job}_{self._takes:04d}")
+        return place
 
     def _json(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -203,8 +209,7 @@ class CheckpointManager:
             pause = PAUSE_S * 2 ** (self._tries - 1)
             self._tries += 1
             self._tell(step, f"{what}; try {self._tries} of {TRIES} in {pause:g} s")
-            place = folders.partial(self.folder, step, f"{self._job}_{self._tries}")
-            self._writing = Writing(replace(writing.job, place=place), pause)
+            self._writing = Writing(replace(writing.job, place=self._place(step)), pause)
         else:
             raise error
 
@@ -233,7 +238,7 @@ class CheckpointManager:
             before = said
         self._writing = None
         if self.mesh.rank == 0 and failed:
-            shutil.rmtree(writing.job.place, ignore_errors=True)
+            folders.discard(writing.job.place)
         try:
             raise_alike(self._error_of(writing), self.mesh)
         except IsogradError as error:
@@ -248,15 +253,21 @@ class CheckpointManager:
         writer has failed, or when nothing in the folder has grown for folders.QUIET_S.
         """
         writing, self._writing = self._writing, None
-        before, since = None, time.monotonic()
-        while writing is not None and writing.error is None and (writing.is_alive() or writing.job.place.exists()):
-            now = writing.moves, folders.moves_in(writing.job.place)
+        before, now, since = None, None, time.monotonic()
+        quiet, pause = folders.QUIET_S, POLL_S
+        if isinstance(self.folder, StorePath):
+            quiet, pause = folders.STORE_QUIET_S, folders.STORE_POLL_S
+        while writing is not None and writing.error is None:
+            with suppress(CheckpointError):  # a store that does not answer now
+                if not writing.is_alive() and folders.is_named(writing.job.place):
+                    break
+                now = writing.moves, folders.moves_in(writing.job.place)
             if now != before:
                 before, since = now, time.monotonic()
                 self._beat(f"saving step {writing.job.step} before the end")
-            elif time.monotonic() - since > folders.QUIET_S:
+            elif time.monotonic() - since > quiet:
                 break
-            time.sleep(POLL_S)
+            time.sleep(pause)
         if writing is not None:
             writing.given_up.set()
 
@@ -273,13 +284,13 @@ class CheckpointManager:
 
     # -- loading
 
-    def newest(self) -> Path | None:
+    def newest(self) -> Place | None:
         """The place of the last checkpoint in this folder, as rank 0 sees it; all ranks ask."""
         found = folders.checkpoints(self.folder)
         name = all_gather_object(str(found[-1][1]) if found else None, self.mesh)[0]
-        return None if name is None else Path(name)
+        return None if name is None else place_of(name)
 
-    def load(self, source: str | Path = "auto") -> Loaded | None:
+    def load(self, source: str | Place = "auto") -> Loaded | None:
         """Bring the engine to a saved state, whatever layout saved it.
 
         "auto": the newest in this folder that is whole (None: there is none); else a checkpoint's own folder.

@@ -24,7 +24,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -35,6 +34,7 @@ from isograd.checkpoint.files import DTYPES, TORCH
 from isograd.checkpoint.folder import step_of
 from isograd.errors import CheckpointError
 from isograd.io.atomic import write_bytes
+from isograd.io.store import Place
 from isograd.io.untrusted import FileError, parse_json, read_bytes, typed
 
 FORMAT, VERSION = "isograd checkpoint", 1
@@ -105,8 +105,8 @@ class CheckpointManifest:
     files: dict[str, int]  # sizes in bytes
     written_by: dict[str, str]
 
-    def write(self, folder: Path) -> None:
-        """Write manifest.json and its hash."""
+    def write(self, folder: Place) -> None:
+        """Write the hash of manifest.json, and then this, which in a store is the checkpoint's name."""
         number = {file: i for i, file in enumerate(self.files)}
         tensors = {
             key: {
@@ -121,8 +121,9 @@ class CheckpointManifest:
         head = {"format": FORMAT, "version": VERSION, "step": self.step, "layout": self.layout}
         head["model"] = self.model
         rest = {"written_by": self.written_by, "files": self.files, "numbers": self.numbers, "extra": self.extra}
-        text = json.dumps({**head, **rest, "tensors": tensors}, separators=(",", ":"))
-        write_bytes(folder / HASH, f"{write_bytes(folder / NAME, text.encode())}  {NAME}\n".encode())
+        text = json.dumps({**head, **rest, "tensors": tensors}, separators=(",", ":")).encode()
+        write_bytes(folder / HASH, f"{hashlib.sha256(text).hexdigest()}  {NAME}\n".encode())
+        write_bytes(folder / NAME, text)
 
 
 def versions() -> dict[str, str]:
@@ -219,7 +220,7 @@ class _Head:
     __pydantic_config__: ClassVar = STRICT
 
 
-def read(folder: Path) -> CheckpointManifest:
+def read(folder: Place) -> CheckpointManifest:
     """Raises Damage, or an error when a newer isograd wrote it."""
     path = folder / NAME
     try:
@@ -227,7 +228,7 @@ def read(folder: Path) -> CheckpointManifest:
         words = read_bytes(folder / HASH, 1 << 12).decode("ascii", "replace").split()
         if not words or hashlib.sha256(text).hexdigest() != words[0]:
             raise Damage(f"{NAME} does not have the hash that {HASH} says")
-        found = parse_json(text, path, nan=True)
+        found = parse_json(text, str(path), nan=True)
         _not_newer(folder, found)
         head = typed(_Head, text, path, nan=True)
     except FileError as error:
@@ -243,7 +244,7 @@ def read(folder: Path) -> CheckpointManifest:
     )
 
 
-def _not_newer(folder: Path, found: Any) -> None:
+def _not_newer(folder: Place, found: Any) -> None:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise Damage(f"{NAME} is no manifest of a checkpoint")
     version = found.get("version")

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isograd.checkpoint import manifest
-from isograd.checkpoint.files import DTYPES, TORCH, sha256
+from isograd.checkpoint.files import DTYPES, TORCH, raw_bytes, sha256
 from isograd.checkpoint.folder import one_of
 from isograd.checkpoint.manifest import Box, CheckpointManifest, Damage, Piece, Saved
 from isograd.errors import CheckpointError
-from isograd.io.untrusted import FileError, open_to_read, read_header
+from isograd.io.store import Place, StorePath, place_of
+from isograd.io.untrusted import Extent, FileError, open_to_read, read_header
 
 
 class Reader:
     """One checkpoint, open for reading: any box of any tensor, checked against its hash."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         """Raises Damage when the manifest is."""
         self.folder = folder
         self.manifest: CheckpointManifest = manifest.read(folder)
@@ -62,7 +63,10 @@ class Reader:
         saved = self.manifest.tensors[key]
         place = f"{key} {_spell(piece.box)} in {piece.file}"
         try:
-            tensor: Tensor = self._open(piece.file).get_tensor(key)
+            opened = self._open(piece.file)
+            tensor: Tensor = opened.get_tensor(key)
+        except CheckpointError:  # the store does not answer: nothing is said of what it holds
+            raise
         except Exception as error:  # the safetensors package raises several kinds
             raise Damage(f"{place}: {error}") from error
         size = [stop - start for start, stop in piece.box]
@@ -77,22 +81,41 @@ class Reader:
 
         if file not in self._opened:
             path = self.folder / file
-            if not os.path.lexists(path):
+            if not (path.is_file() if isinstance(path, StorePath) else os.path.lexists(path)):
                 raise Damage(f"{file} is missing")
             try:
                 with open_to_read(path) as found:
-                    size = os.fstat(found.fileno()).st_size
+                    size = found.seek(0, os.SEEK_END)
                 if size != self.manifest.files[file]:
                     raise Damage(f"{file} has {size} bytes instead of {self.manifest.files[file]}")
-                read_header(path)
+                header = read_header(path)
             except FileError as error:
                 raise Damage(error.brief) from error
-            self._opened[file] = safe_open(str(path), framework="pt")
+            at = size - sum(one.stop - one.start for one in header.values())
+            self._opened[file] = (
+                _Ranges(path, header, at) if isinstance(path, StorePath) else safe_open(str(path), framework="pt")
+            )
         return self._opened[file]
 
     def close(self) -> None:
         """Close the files that are open."""
         self._opened.clear()
+
+
+@dataclass(frozen=True)
+class _Ranges:
+    """A safetensors object of a store, of which tensors are read by ranges."""
+
+    path: StorePath
+    header: dict[str, Extent]
+    first: int  # byte of the first tensor
+
+    def get_tensor(self, key: str) -> Tensor:
+        """A whole tensor of the object."""
+        extent = self.header[key]
+        tensor = torch.empty(extent.shape, dtype=TORCH[extent.dtype])
+        self.path.fill(raw_bytes(tensor), self.first + extent.start)
+        return tensor
 
 
 class SavedWeights:
@@ -101,8 +124,8 @@ class SavedWeights:
     Under any layout, and without the optimizer; `CheckpointManager.load` resumes the run that saved it.
     """
 
-    def __init__(self, place: str | Path) -> None:
-        self._reader = open_whole(Path(place))
+    def __init__(self, place: str | Place) -> None:
+        self._reader = open_whole(place)
 
     def has(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether this parameter or buffer was saved; refuses one that was saved with another shape."""
@@ -130,15 +153,16 @@ class SavedWeights:
         return next(((key, tensors[key]) for kind in ("model", "buffer") if (key := f"{kind}/{name}") in tensors), None)
 
 
-def open_whole(place: Path) -> Reader:
+def open_whole(place: str | Place) -> Reader:
     """A checkpoint, or the newest in a folder of them; damage is an error with a code."""
+    place = place_of(place)
     try:
         return Reader(one_of(place))
     except Damage as damage:
         raise damaged(place, damage) from damage
 
 
-def damaged(place: Path, damage: Damage) -> CheckpointError:
+def damaged(place: Place, damage: Damage) -> CheckpointError:
     """The error of a checkpoint whose files are not what its manifest lists."""
     return CheckpointError("IG936", seen=damage, place=place)
 

@@ -3,6 +3,7 @@
     every rank    rank-00003.safetensors, then rank-00003.json: what is in it, with hashes
     rank 0        when all records are there: manifest.json, then the name step-00000100, then pruning
 
+In an object store a rank writes several such files side by side, and the manifest, which comes last, is the name.
 Everything is flushed to the disk, and read again, before the next thing depends on it. Whatever moment a process is
 killed at, either the new name does not exist yet and the checkpoints before are untouched, or it exists and all of it
 is on the disk.
@@ -11,25 +12,29 @@ is on the disk.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from isograd.checkpoint import folder as folders
-from isograd.checkpoint.files import DTYPES, entry, in_order, write_tensors
+from isograd.checkpoint.files import DTYPES, TensorEntry, entry, in_order, write_tensors
 from isograd.checkpoint.manifest import Box, merge
 from isograd.errors import CheckpointError
 from isograd.io.atomic import flush_folder, write_bytes
+from isograd.io.store import STREAMS, Place, StorePath
 from isograd.io.untrusted import open_to_read
 
 PHASES = ("copied", "begun", "half written", "written", "recorded", "gathered", "listed", "named", "pruned")
 POLL_S = 0.02
+PART = (
+    64 << 20
+)  # bytes; what a rank writes into a store is cut into files of about so many, of which STREAMS are written
 Phase = Callable[[str], None]
 
 
@@ -47,8 +52,8 @@ class Copied:
 class SaveJob:
     """What one rank has to write."""
 
-    folder: Path
-    place: Path  # the partial folder
+    folder: Place
+    place: Place  # the partial folder
     step: int
     rank: int
     ranks: int
@@ -96,17 +101,17 @@ class Writing(threading.Thread):
             self.error = error
 
     def _all_recorded(self) -> bool:
-        records = [self.job.place / record_name(rank) for rank in range(self.job.ranks)]
-        while not self.given_up.is_set():
-            if all(record.exists() for record in records):
+        place, awaited = self.job.place, {record_name(rank) for rank in range(self.job.ranks)}
+        while not self.given_up.wait(folders.STORE_POLL_S if isinstance(place, StorePath) else POLL_S):
+            awaited -= {name for name, *_ in folders.moves_in(place)}
+            if not awaited:
                 return True
-            time.sleep(POLL_S)
         return False
 
 
-def file_name(rank: int) -> str:
-    """The file of a rank's tensors."""
-    return f"rank-{rank:05d}.safetensors"
+def file_name(rank: int, part: int = 0) -> str:
+    """The file of a rank's tensors, or of some of them."""
+    return f"rank-{rank:05d}{f'-{part:04d}' if part else ''}.safetensors"
 
 
 def record_name(rank: int) -> str:
@@ -119,27 +124,46 @@ def write_own(job: SaveJob, moved: Callable[[], None]) -> None:
     job.place.mkdir(exist_ok=True)
     job.phase("begun")
     by_key = {copy.key: copy for copy in job.copies}
-    entries = in_order(entry(copy.key, copy.tensor) for copy in job.copies)
+    parts = _parts(job, in_order(entry(copy.key, copy.tensor) for copy in job.copies))
 
-    def tensors() -> Any:
-        for number, one in enumerate(entries):
-            if number == len(entries) // 2:
-                job.phase("half written")
-            yield by_key[one.name].tensor
+    def write(part: int) -> dict[str, Any]:
+        entries, name = parts[part], file_name(job.rank, part)
 
-    name = file_name(job.rank)
-    hashes: dict[str, str] = {}
-    size = write_tensors(job.place / name, entries, tensors(), {"format": "isograd checkpoint"}, moved, hashes)
+        def tensors() -> Iterator[Tensor]:
+            for number, one in enumerate(entries):
+                if number == len(entries) // 2 and part == 0:
+                    job.phase("half written")
+                yield by_key[one.name].tensor
+
+        hashes: dict[str, str] = {}
+        size = write_tensors(job.place / name, entries, tensors(), {"format": "isograd checkpoint"}, moved, hashes)
+        listed = {
+            key: (copy.shape, DTYPES[copy.tensor.dtype], copy.box, hashes[key])
+            for key, copy in ((one.name, by_key[one.name]) for one in entries)
+        }
+        return {"file": name, "bytes": size, "tensors": listed, "counts": {} if part else job.counts}
+
+    if len(parts) == 1:
+        notes = [write(0)]
+    else:
+        with ThreadPoolExecutor(STREAMS) as pool:
+            notes = list(pool.map(write, range(len(parts))))
     flush_folder(job.place)
     moved()
     job.phase("written")
-    listed = {
-        key: (copy.shape, DTYPES[copy.tensor.dtype], copy.box, hashes[key])
-        for key, copy in ((one.name, by_key[one.name]) for one in entries)
-    }
-    note = {"file": name, "bytes": size, "tensors": listed, "counts": job.counts}
-    write_bytes(job.place / record_name(job.rank), json.dumps(note, separators=(",", ":")).encode())
+    write_bytes(job.place / record_name(job.rank), json.dumps(notes, separators=(",", ":")).encode())
     job.phase("recorded")
+
+
+def _parts(job: SaveJob, entries: list[TensorEntry]) -> list[list[TensorEntry]]:
+    """The tensors of each file: on a disk there is one."""
+    parts: list[list[TensorEntry]] = [[]]
+    room = PART if isinstance(job.place, StorePath) else math.inf
+    for one in entries:
+        if parts[-1] and sum(other.size for other in parts[-1]) + one.size > room:
+            parts.append([])
+        parts[-1].append(one)
+    return parts
 
 
 def finish(job: SaveJob, moved: Callable[[], None]) -> None:
@@ -148,10 +172,13 @@ def finish(job: SaveJob, moved: Callable[[], None]) -> None:
     job.phase("gathered")
     notes = []
     for record in records:
-        notes.append(json.loads(record.read_bytes()))
-        _refuse_other_size(job.place / notes[-1]["file"], notes[-1]["bytes"])
-        moved()
-    merge(notes, job.head).write(job.place)
+        for note in json.loads(record.read_bytes()):
+            notes.append(note)
+            _refuse_other_size(job.place / note["file"], note["bytes"])
+            moved()
+    merged = merge(notes, job.head)
+    folders.before_manifest(job.folder, job.place, job.step)
+    merged.write(job.place)
     moved()
     for record in records:
         record.unlink()
@@ -165,9 +192,9 @@ def finish(job: SaveJob, moved: Callable[[], None]) -> None:
     job.phase("pruned")
 
 
-def _refuse_other_size(path: Path, written: int) -> None:
+def _refuse_other_size(path: Place, written: int) -> None:
     """What another rank has written and read again is what this rank sees."""
     with open_to_read(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
     if size != written:
         raise CheckpointError("IG945", seen=f"{size:,} bytes instead of {written:,}", path=path)

@@ -4,7 +4,7 @@ isograd ckpt inspect run/checkpoints                   what a checkpoint holds
 isograd ckpt verify run/checkpoints                    read everything, check every hash
 isograd ckpt diff A B                                  which tensors and rows differ, and by how much
 isograd ckpt convert run/checkpoints out/              a Hugging Face folder, without ranks; --adapters: LoRA's alone
-isograd ckpt import DCP out/ --config models/llama     the same from torchtitan's, Megatron-Core's or FSDP2's folder
+isograd ckpt import DCP out/ --config models/llama     the same from torchtitan's, Megatron's, FSDP2's or DeepSpeed's
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ EXAMPLES = """examples:
   isograd ckpt verify run/checkpoints
   isograd ckpt diff run/checkpoints/step-00000100 other/checkpoints/step-00000100
   isograd ckpt convert run/checkpoints out/ --tokenizer my_model/ --dtype bf16
+  isograd ckpt convert run/checkpoints out/ --tokenizer my_model/ --gguf q8_0
   isograd ckpt convert run/checkpoints out/ --push-to-hub me/my-model
   isograd ckpt import outputs/checkpoint/step-100 out/ --config my_model/
 
 exit codes: 0 well, 2 wrong usage, 3 damaged (verify) or different (diff)"""
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
-PLACE = "a checkpoint, or the newest of a run or of a folder of checkpoints"
+PLACE = "a checkpoint, or the newest of a run or of a folder of checkpoints, also in a store: s3://bucket/run"
 
 ABOUT = "Checkpoints: what is in them, whether they are whole, how two differ, to Hugging Face, and from others."
 
@@ -57,7 +58,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
 def _inspect(options: argparse.Namespace) -> int:
     from isograd.checkpoint.read import open_whole
 
-    reader = open_whole(Path(options.place))
+    reader = open_whole(options.place)
     facts = _facts(reader)
     if options.json:
         print(json.dumps(facts | {"tensors": _tensors(reader, options.tensors)}, indent=1))
@@ -134,7 +135,7 @@ def _verify(options: argparse.Namespace) -> int:
     from isograd.checkpoint.compare import damages
     from isograd.checkpoint.read import open_whole
 
-    reader = open_whole(Path(options.place))
+    reader = open_whole(options.place)
     wrong, pieces = [], 0
     total = sum(len(saved.files) for saved in reader.manifest.tensors.values())
     for key, damage in damages(reader):
@@ -162,7 +163,7 @@ def _diff(options: argparse.Namespace) -> int:
     from isograd.checkpoint.compare import differences
     from isograd.checkpoint.read import open_whole
 
-    one, other = open_whole(Path(options.first)), open_whole(Path(options.second))
+    one, other = open_whole(options.first), open_whole(options.second)
     found = 0
     for difference in differences(one, other):
         found += 1
@@ -176,6 +177,8 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="PLACE", help=PLACE)
     parser.add_argument("--adapters", action="store_true", help="write the adapters (LoRA) alone, as a folder of peft")
     parser.add_argument("--ema", action="store_true", help="write the averages of the weights, in fp32 (config: ema)")
+    parser.add_argument("--config", metavar="DIR", help="of a folder of DeepSpeed or DCP: one with its config.json")
+    parser.add_argument("--gguf", choices=("f32", "f16", "q8_0"), help="also write a GGUF file, for llama.cpp")
     parser.add_argument(
         "--push-to-hub", metavar="OWNER/NAME", help="also send it to the Hugging Face hub, private there"
     )
@@ -190,7 +193,8 @@ def _hugging_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _import_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("place", metavar="DCP", help="a folder with .metadata and *.distcp")
+    parser.add_argument("place", metavar="DCP", help="a folder with .metadata and *.distcp, or of DeepSpeed's ZeRO")
+    parser.add_argument("--states", metavar="DIR", help="of ZeRO: also write a checkpoint with Adam's states")
     parser.add_argument("--config", metavar="DIR", required=True, help="a folder with the model's config.json")
     parser.add_argument("--prefix", metavar="TEXT", help="what stands before the names of the weights, as 'model.'")
     _hugging_options(parser)
@@ -211,8 +215,11 @@ def _convert(options: argparse.Namespace) -> int:
     from isograd.errors import ConfigError
     from isograd.hf.adapter_files import convert_adapters
     from isograd.hf.export import convert
+    from isograd.io.store import place_of
 
-    place = one_of(Path(options.place))
+    if options.config is not None:
+        return _import(argparse.Namespace(**vars(options), prefix=None, states=None))
+    place = one_of(place_of(options.place))
     if options.adapters:
         if options.tokenizer or options.dtype or options.ema:
             raise ConfigError(
@@ -224,6 +231,10 @@ def _convert(options: argparse.Namespace) -> int:
         place, options.out, tokenizer=options.tokenizer, max_shard_gb=options.max_shard_gb, ema=options.ema,
         dtype=_dtype(options.dtype),
     )  # fmt: skip
+    if options.gguf is not None:
+        from isograd.hf.gguf_file import write_gguf
+
+        write_gguf(out, options.gguf)
     return _written(place, out, options.push_to_hub)
 
 
@@ -232,7 +243,7 @@ def _import(options: argparse.Namespace) -> int:
 
     read = import_dcp(
         options.place, options.out, config=options.config, prefix=options.prefix, tokenizer=options.tokenizer,
-        max_shard_gb=options.max_shard_gb, dtype=_dtype(options.dtype),
+        max_shard_gb=options.max_shard_gb, dtype=_dtype(options.dtype), states=options.states,
     )  # fmt: skip
     print(f"read: names of {read.kind}" + (f" behind {read.prefix!r}" if read.prefix else ""))
     return _written(options.place, Path(options.out))
@@ -260,5 +271,5 @@ VERBS: dict[str, Verb] = {
     "verify": ("read everything and check every hash", _verify_options, _verify),
     "diff": ("name the tensors and rows in which two differ", _diff_options, _diff),
     "convert": ("write a Hugging Face folder, without ranks", _convert_options, _convert),
-    "import": ("write one from a folder of torch.distributed.checkpoint", _import_options, _import),
+    "import": ("write one from a folder of torch.distributed.checkpoint or DeepSpeed", _import_options, _import),
 }

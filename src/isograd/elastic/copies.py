@@ -29,7 +29,6 @@ import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from isograd.checkpoint.manifest import describe_model
@@ -42,6 +41,7 @@ from isograd.elastic.shared_memory import HEAD, SharedMemory
 from isograd.engine import Engine, state
 from isograd.engine.sdc import memory as checksums
 from isograd.errors import LaunchError
+from isograd.io.store import Place
 
 FIRST = 8 * HEAD  # bytes of the first message: the head alone, which says how many are to follow
 
@@ -247,7 +247,7 @@ def offers(run: str) -> list[Offer]:
     ]
 
 
-def write(world: str, step: int, ranks: list[int], folder: Path, place: Path) -> dict[str, Any]:
+def write(world: str, step: int, ranks: list[int], folder: Place, place: Place) -> dict[str, Any]:
     """Write the rows of these ranks into a partial checkpoint, as those ranks would have; what `joined` puts together
     to the manifest's head."""
     held = next(held for held in _state_copies if held.world == world)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from isograd.checkpoint import folder as folders
 from isograd.checkpoint.write import SaveJob, finish
@@ -16,6 +15,7 @@ from isograd.elastic import copies
 from isograd.elastic.copies import Offer
 from isograd.elastic.worker_pool import WorkerPool
 from isograd.errors import IsogradError
+from isograd.io.store import Place
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def newest(offers: Mapping[int, Sequence[Offer]]) -> CompleteCopies | None:
 
 
 def save_copies(
-    pool: WorkerPool, offers: Mapping[int, Sequence[Offer]], folder: Path, keep_last: int, keep_every: int | None
+    pool: WorkerPool, offers: Mapping[int, Sequence[Offer]], folder: Place, keep_last: int, keep_every: int | None
 ) -> str:
     """Make the newest copies a checkpoint. Says what was done, or why nothing was."""
     saved = folders.checkpoints(folder)
@@ -67,11 +67,12 @@ def save_copies(
     return behind + (f", as more died while they wrote copies: {'; '.join(died)}" if died else "")
 
 
-def _write(pool: WorkerPool, found: CompleteCopies, folder: Path, keep_last: int, keep_every: int | None) -> list[str]:
+def _write(pool: WorkerPool, found: CompleteCopies, folder: Place, keep_last: int, keep_every: int | None) -> list[str]:
     """Make these copies a checkpoint, unless a worker dies while it writes its part: who, then, and how."""
-    place = folders.partial(folder, found.step, "emergency")
+    job = folders.job_name()
+    place = folders.partial(folder, found.step, job)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = folders.Lock(folder, "emergency")
+    lock = folders.Lock(folder, job)
     try:
         folders.sweep(folder)
         place.mkdir()

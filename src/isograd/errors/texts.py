@@ -226,6 +226,14 @@ IG946: the state after step {step} is not finite, and was not saved
 IG950: {place} has no averages of the weights
   expected: a checkpoint of a run whose config has 'ema'
   fix:      leave --ema out, which writes the weights themselves
+IG951: {path} could not be {doing}
+  expected: a store that answers, and may be read and written
+  fix:      'pip install s3fs' for s3:// and gcsfs for gs://; credentials and endpoints come from the environment
+            (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, FSSPEC_...); earlier checkpoints are unchanged
+IG952: credentials stand in the address of a store, which is written into logs
+  expected: an address without them, as s3://bucket/run
+  fix:      put them into the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), or fsspec's config files
+IG953: this model cannot be written as a GGUF file
 IG960: representations that do not pair up
   expected: queries [n, d], documents [n, d] whose row i belongs to query i, then hard negatives [any, d]
 IG961: the inputs of a tower have no common number of rows

@@ -182,7 +182,8 @@ def _checkpoint_of(place: Path) -> Path:
 
     if not place.is_dir():
         raise ConfigError("IG645", seen="no such folder", place=place)
-    return one_of(place)
+    found: Path = one_of(place)
+    return found
 
 
 def _tokenizer_of_run(checkpoint: Path) -> str:

@@ -34,6 +34,7 @@ from isograd.hf.export import (
     written_by_first,
 )
 from isograd.io.atomic import write_bytes
+from isograd.io.store import Place
 
 
 def export_adapters(engine: Engine, folder: str | Path) -> None:
@@ -49,7 +50,7 @@ def export_adapters(engine: Engine, folder: str | Path) -> None:
     written_by_first(target, whole, mesh, lambda: _write(target, ordered, whole, adapters))
 
 
-def convert_adapters(place: Path, folder: str | Path) -> Path:
+def convert_adapters(place: Place, folder: str | Path) -> Path:
     """The same from a checkpoint on the disk: in one process, whatever layout wrote it."""
     reader, target = open_whole(place), Path(folder)
     adapters = _described(reader.manifest.model, "the model of this checkpoint")

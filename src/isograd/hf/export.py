@@ -34,6 +34,7 @@ from isograd.errors import CheckpointError, IsogradError
 from isograd.hf.configs import model_type_of, to_hf_config
 from isograd.hf.families import rules
 from isograd.io.atomic import flush_folder, write_bytes
+from isograd.io.store import Place
 from isograd.io.untrusted import CONFIG, read_json
 from isograd.models import Transformer, TransformerConfig
 
@@ -114,7 +115,7 @@ def written_by_first(target: Path, sent: Iterator[Tensor], mesh: Mesh, run: Call
 
 
 def convert(
-    place: Path,
+    place: Place,
     folder: str | Path,
     *,
     tokenizer: str | Path | None = None,
@@ -163,7 +164,7 @@ def repeated(keys: Sequence[str], once: Iterator[Tensor]) -> Iterator[Tensor]:
 
 
 @contextmanager
-def damaged_if_unlike(place: Path) -> Iterator[None]:
+def damaged_if_unlike(place: Place) -> Iterator[None]:
     """A manifest may name another model than its tensors are of: then no plan can be made."""
     try:
         yield

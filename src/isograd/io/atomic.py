@@ -1,7 +1,8 @@
 """Files that are complete or absent.
 
 AtomicFile and write_bytes    under another name, flushed to the disk, read again, renamed: survives a power cut, and a
-                              disk that loses what it was given is an error (IG945)
+                              disk that loses what it was given is an error (IG945). An object of a store is whole
+                              or absent by itself: it is read again
 replacing, replace_text       under another name, renamed: no reader, and no start after a kill, meets half of the file
 
 All follow no link (io/no_follow.py).
@@ -18,6 +19,7 @@ from typing import IO, Any
 
 from isograd.errors import CheckpointError, ConfigError
 from isograd.io.no_follow import open_to_write
+from isograd.io.store import Place, StorePath, Upload
 
 BLOCK = 1 << 20  # bytes that are read at once
 
@@ -67,8 +69,10 @@ class AtomicFile:
         self.discard()
 
 
-def write_bytes(path: Path, data: bytes) -> str:
+def write_bytes(path: Place, data: bytes) -> str:
     """A file with these bytes, on the disk when this returns; its sha256."""
+    if isinstance(path, StorePath):
+        return path.write_whole(data)
     with AtomicFile(path) as file:
         file.write(data)
         found = file.commit()
@@ -92,13 +96,17 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def flush(file: IO[Any]) -> None:
-    """Return when everything written so far is on the disk."""
+    """Return when everything written so far is on the disk; of an object, when it is closed."""
+    if isinstance(file, Upload):
+        return
     file.flush()
     os.fsync(file.fileno())
 
 
-def flush_folder(folder: Path) -> None:
+def flush_folder(folder: Place) -> None:
     """Bring the names in a folder to the disk."""
+    if isinstance(folder, StorePath):
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

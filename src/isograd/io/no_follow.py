@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from isograd.io.store import Place, StorePath
 from isograd.io.untrusted import FileError, kind_of
 
 
@@ -46,8 +47,10 @@ def _foreign(folder: Path, spared: str, closed: str) -> Iterator[tuple[str, str]
                 yield path, kind_of(about.st_mode)
 
 
-def open_to_write(path: Path, mode: str, **more: Any) -> IO[Any]:
-    """As open(path, mode), for a regular file that has one name and is reached by no link."""
+def open_to_write(path: Place, mode: str, **more: Any) -> IO[Any]:
+    """As open(path, mode), for a regular file that has one name and is reached by no link; or an object of a store."""
+    if isinstance(path, StorePath):
+        return path.open_to_write()  # type: ignore[return-value]
     return open(path, mode, opener=_without_links, **more)
 
 

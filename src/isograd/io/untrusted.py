@@ -1,30 +1,32 @@
-"""Files from outside, read within bounds: the readers of isograd_verify/io/untrusted.py, and JSON as typed data.
+"""Files from outside, read within bounds: the readers of isograd_verify/io/untrusted.py, which here read objects of a
+store (io/store.py), too; and JSON as typed data.
 
 read_typed, typed        JSON as typed, frozen data
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
+from isograd.io.store import Place, StorePath
+from isograd_verify.io import untrusted as _disk
 from isograd_verify.io.untrusted import (
     CONFIG,
     COPY,
     MANIFEST,
+    Extent,
     FileError,
     kind_of,
-    open_to_read,
     parse_json,
     parse_line,
-    read_bytes,
-    read_header,
     read_json,
     read_text,
 )
 
 __all__ = [
-    "CONFIG", "MANIFEST", "FileError", "kind_of", "open_to_read", "parse_json", "parse_line", "read_bytes",
+    "CONFIG", "MANIFEST", "Extent", "FileError", "kind_of", "open_to_read", "parse_json", "parse_line", "read_bytes",
     "read_header", "read_json", "read_text",
 ]  # fmt: skip
 
@@ -41,16 +43,43 @@ def _adapter(kind: Any) -> Any:
     return _adapters[kind]
 
 
-def read_typed(kind: type[T], path: str | Path, most: int, *, follow: bool = False) -> T:
+def open_to_read(path: str | Place, *, follow: bool = False) -> AbstractContextManager[Any]:
+    """A regular file or an object, open for reading; see isograd_verify."""
+    return path.open_to_read() if isinstance(path, StorePath) else _disk.open_to_read(path, follow=follow)
+
+
+def read_bytes(path: str | Place, most: int, *, follow: bool = False) -> bytes:
+    """The whole file, which has at most `most` bytes."""
+    with _found(path):
+        return _disk.read_bytes(path, most, follow=follow, opener=open_to_read)  # type: ignore[arg-type]
+
+
+def read_header(path: str | Place, *, follow: bool = False) -> dict[str, Extent]:
+    """The tensors of a safetensors file, by name."""
+    with _found(path):
+        return _disk.read_header(path, follow=follow, opener=open_to_read)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _found(path: object) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:  # an object's: files of a disk have errors of their own
+        raise FileError(
+            "IG660", f"{path} cannot be read", seen="no such object", expected="an object that may be read", fix=COPY
+        ) from error
+
+
+def read_typed(kind: type[T], path: str | Place, most: int, *, follow: bool = False) -> T:
     """A JSON file as typed data; see typed."""
     return typed(kind, read_bytes(path, most, follow=follow), path)
 
 
-def typed(kind: type[T], raw: bytes | str, path: str | Path, *, nan: bool = False) -> T:
+def typed(kind: type[T], raw: bytes | str, path: str | Place, *, nan: bool = False) -> T:
     """JSON text as typed data. `kind`: a dataclass or another type that pydantic knows."""
     from pydantic import ValidationError
 
-    parse_json(raw, path, nan=nan)
+    parse_json(raw, str(path), nan=nan)
     try:
         found: T = _adapter(kind).validate_json(raw)
     except ValidationError as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from isograd.io.store import Place, place_of
 from isograd.train.sections import (
     Adapter,
     Data,
@@ -232,3 +233,8 @@ class Config(Section):
     def folder(self) -> Path:
         """The run's folder as a path."""
         return Path(self.run)
+
+    @property
+    def checkpoints(self) -> Place:
+        """The folder of the run's checkpoints, or its address in a store."""
+        return self.folder / "checkpoints" if self.checkpoint.store is None else place_of(self.checkpoint.store)

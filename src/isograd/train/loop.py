@@ -96,7 +96,7 @@ def run(config: Config, options: RunOptions, listener: SignalListener | None = N
         stack.callback(lambda: setattr(process_progress, "phase", watchdog.phase))
         first = raw.rank_and_size()[0] == 0  # one speaks, also between this world and the next
         worker.when_orphaned(
-            partial(run_folder.launcher_killed, config.folder, lambda: watchdog.phase) if first else None
+            partial(run_folder.launcher_killed, config.checkpoints, lambda: watchdog.phase) if first else None
         )
         mesh = Mesh(config.layout, config.device)
         heartbeat = Heartbeat(mesh.rank, mesh.layout.world_size, config.resilience.network_s)
@@ -143,7 +143,7 @@ class _Run:
         self._recovered("model built")
         keep = config.checkpoint
         self.keeper = CheckpointManager(
-            config.folder / "checkpoints", self.task.engine, keep_last=keep.keep_last, keep_every=keep.keep_every,
+            config.checkpoints, self.task.engine, keep_last=keep.keep_last, keep_every=keep.keep_every,
             on_error=keep.on_error, tell=self._not_saved, beat=watchdog.beat,
         )  # fmt: skip
         stack.enter_context(self.keeper)
@@ -184,7 +184,7 @@ class _Run:
 
     def _resume(self) -> int:
         if self.options.resume == "never":
-            run_folder.refuse_earlier_run(self.config.folder)
+            run_folder.refuse_earlier_run(self.config.checkpoints)
             return 0
         groups = self.task.engine.optimizer.param_groups
         ours = [{name: value for name, value in group.items() if name != "params"} for group in groups]

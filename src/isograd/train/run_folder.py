@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from isograd.checkpoint.folder import checkpoints
-from isograd.errors import LaunchError, TrainError
+from isograd.errors import CheckpointError, LaunchError, TrainError
 from isograd.io import atomic, no_follow, untrusted
+from isograd.io.store import Place
 
 WRITTEN = "# Written by isograd: the complete config of this run"  # the first line of config.yaml
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -79,9 +80,9 @@ def write_exit_code(folder: Path, code: int | None) -> None:
             atomic.replace_text(folder / "exit-code", f"{code}\n")
 
 
-def refuse_earlier_run(folder: Path) -> None:
-    """Refuse `--resume never` in a folder with checkpoints, which would stand beside those of the new run."""
-    found = checkpoints(folder / "checkpoints")
+def refuse_earlier_run(saved: Place) -> None:
+    """Refuse `--resume never` where there are checkpoints, which would stand beside those of the new run."""
+    found = checkpoints(saved)
     if found:
         raise TrainError(
             "IG985", "this run's folder holds checkpoints of an earlier run", seen=str(found[-1][1]),
@@ -90,17 +91,19 @@ def refuse_earlier_run(folder: Path) -> None:
         )  # fmt: skip
 
 
-def how_to_resume(folder: Path) -> str:
+def how_to_resume(place: Place) -> str:
     """What the same command does, given again."""
-    saved = [step for step, _ in checkpoints(folder / "checkpoints")]
+    saved = list[int]()
+    with suppress(CheckpointError):  # of a store that does not answer; another error is told here
+        saved = [step for step, _ in checkpoints(place)]
     return f"the same command resumes from {f'the checkpoint of step {saved[-1]}' if saved else 'the first step'}"
 
 
-def launcher_killed(folder: Path, phase: Callable[[], str]) -> str:
-    """phase: what this rank is doing."""
+def launcher_killed(place: Place, phase: Callable[[], str]) -> str:
+    """place: of its checkpoints. phase: what this rank is doing."""
     error = LaunchError(
         "IG260", "the command that started the ranks was killed, and its ranks exit",
         seen=phase(), expected="a command that lives as long as its ranks; Ctrl-C, SIGTERM and STOP end both",
-        fix=how_to_resume(folder), where="rank 0",
+        fix=how_to_resume(place), where="rank 0",
     )  # fmt: skip
     return str(error)

@@ -229,6 +229,10 @@ class Saving(Section):
     """`checkpoint`: when checkpoints are written, and which are kept."""
 
     every: Positive | None = Field(default=None, description="steps between checkpoints; null: at the end only")
+    store: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+]*://[^@]+$")] | None = Field(
+        default=None,
+        description="the address of this run's checkpoints in an object store, as s3://bucket/run; null: in its folder",
+    )
     keep_last: Positive = Field(default=2, description="how many of the newest are kept")
     keep_every: Positive | None = Field(
         default=None, description="checkpoints at multiples of this step are kept for good"

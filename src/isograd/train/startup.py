@@ -124,9 +124,9 @@ def refuse_early(config: Config, resume: str) -> None:
         harness.need()
     run_folder.make_folder(config.folder)
     if resume == "never":
-        run_folder.refuse_earlier_run(config.folder)
+        run_folder.refuse_earlier_run(config.checkpoints)
     elif resume != "auto":
-        open_whole(Path(resume))
+        open_whole(resume)
     if config.data is not None and config.log.sample and texts.is_ready(config):
         read_tokenizer(texts.trained(config))  # whose package may be missing: said now, not after the last step
 
@@ -237,7 +237,7 @@ def _folder(config: Config, resume: str) -> str:
     """The run's folder, and whether the run starts or resumes there."""
     if resume not in ("auto", "never"):
         return f"{config.run}, resumes from {resume}"
-    found = checkpoints(config.folder / "checkpoints")
+    found = checkpoints(config.checkpoints)
     if found and resume == "auto":
-        return f"{config.run}, resumes from checkpoints/{found[-1][1].name}"
+        return f"{config.run}, resumes from {config.checkpoint.store or 'checkpoints'}/{found[-1][1].name}"
     return f"{config.run}, " + ("exists" if Path(config.run).exists() else "new")

@@ -4,6 +4,7 @@
 
     transformers   FSDP2 and DTensors around models of transformers: the names are there already, behind a prefix
     torchtitan     Llama 3: wq, w1, ...; queries and keys have the two halves of each rotation beside each other
+    DeepSpeed      transformers' names, in the partitions of ZeRO: deepspeed.py
     Megatron-Core  torch_dist: linear_qkv by groups of heads, linear_fc1 gate above up, layers stacked or one by one,
                    vocabularies padded; Llama, Mistral and Qwen 3 without experts
 
@@ -15,17 +16,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from isograd.checkpoint import folder as folders
 from isograd.checkpoint.agree import as_ours
-from isograd.checkpoint.files import DTYPES, TensorEntry
+from isograd.checkpoint.files import DTYPES, TensorEntry, in_order, write_tensors
+from isograd.checkpoint.manifest import merge
+from isograd.checkpoint.write import file_name
 from isograd.core.contract_table import contracts
 from isograd.core.mesh import Mesh
 from isograd.errors import CheckpointError, ModelError
@@ -33,6 +39,7 @@ from isograd.hf import export
 from isograd.hf.configs import load_config, model_type_of
 from isograd.hf.families import NOT_WEIGHTS, HuggingFace
 from isograd.integrations.checkpoints.dcp import DcpFolder
+from isograd.integrations.checkpoints.deepspeed import STATES, ZeroFolder, is_zero
 from isograd.models import Transformer, TransformerConfig
 
 Make = Callable[[], Tensor]
@@ -62,9 +69,10 @@ class SourceTensor:
 
 
 class ForeignCheckpoint:
-    """A folder of torch.distributed.checkpoint as the tensors of a model of transformers, for HuggingFace(...)."""
+    """A folder of torch.distributed.checkpoint, or of DeepSpeed, as the tensors of a model of transformers, for
+    HuggingFace(...)."""
 
-    def __init__(self, folder: DcpFolder, config: TransformerConfig, prefix: str | None = None) -> None:
+    def __init__(self, folder: DcpFolder | ZeroFolder, config: TransformerConfig, prefix: str | None = None) -> None:
         """prefix: what stands before the names of the model's weights; needed where a folder holds several models."""
         self.folder = folder
         self.kind, self.prefix, anchor, others = _kind(folder, prefix)
@@ -144,7 +152,7 @@ class ForeignCheckpoint:
         return SourceTensor(tuple(made.shape), lambda: change(self.folder.full(self.names[name])), dtype)
 
 
-def _kind(folder: DcpFolder, wanted: str | None) -> tuple[str, str, str, list[str]]:
+def _kind(folder: DcpFolder | ZeroFolder, wanted: str | None) -> tuple[str, str, str, list[str]]:
     """(who wrote it, what stands before each name of a weight, the embedding's name behind that, the prefixes of other
     models): by the name of the embedding. Optimizers' states have longer names, or stand below `optim...`."""
     found = [
@@ -300,12 +308,20 @@ def import_dcp(
     tokenizer: str | Path | None = None,
     max_shard_gb: float = export.SHARD_GB,
     dtype: torch.dtype | None = None,
+    states: str | Path | None = None,
 ) -> ForeignCheckpoint:
-    """Write a Hugging Face folder from a folder of torch.distributed.checkpoint, whose model `config` describes: a
-    folder with a config.json. In one process; one tensor is in memory at a time, or an embedding and its head. Returns
+    """Write a Hugging Face folder from a folder of torch.distributed.checkpoint or DeepSpeed, whose model `config`
+    describes: a folder with a config.json. `states`: also a checkpoint with Adam's, of DeepSpeed's, from which a run
+    resumes, in this folder. In one process; one tensor is in memory at a time, or an embedding and its head. Returns
     what was read."""
     described, target = load_config(str(config)), Path(folder)
-    foreign = ForeignCheckpoint(DcpFolder(place), described, prefix)
+    zero = ZeroFolder(place) if is_zero(place) else None
+    if states is not None and zero is None:
+        raise CheckpointError(
+            "IG948", f"{place} is no folder of DeepSpeed's ZeRO, of which states are read", seen="no *_optim_states.pt",
+            expected="zero_pp_rank_*_optim_states.pt", fix="leave --states out: weights alone are read",
+        )  # fmt: skip
+    foreign = ForeignCheckpoint(zero or DcpFolder(place), described, prefix)
     weights = HuggingFace(foreign, described)
     one = Mesh.unbound("1")
     shapes = {r.name: r.contract.shape for r in contracts(Transformer(described, one, device="meta"), one)}
@@ -322,7 +338,50 @@ def import_dcp(
             export.write(target, shards, export.repeated(keys, read), about, tokenizer)
         finally:
             shutil.rmtree(export.draft_of(target), ignore_errors=True)
+    if zero is not None and states is not None:
+        _write_states(zero.place, Path(states), described, foreign, shapes)
     return foreign
+
+
+def _write_states(
+    place: Path, folder: Path, described: TransformerConfig, foreign: ForeignCheckpoint, shapes: Mapping[str, Any]
+) -> None:
+    """A checkpoint of fp32 weights and Adam's averages, as a run on one device would have saved it; a tensor at a
+    time."""
+    averages = [ZeroFolder(place, what) for what in STATES]
+    step, options = averages[0].step, averages[0].options
+    sources = {f"model/{name}": (foreign, name) for name in shapes}
+    for what, zero in zip(STATES, averages, strict=True):
+        theirs = ForeignCheckpoint(zero, described, foreign.prefix)
+        sources |= {f"optimizer/{what}/{name}": (theirs, name) for name in shapes}
+    ordered = in_order(TensorEntry(key, "F32", tuple(shapes[name])) for key, (_, name) in sources.items())
+    weights = {id(source): HuggingFace(source, described) for source, _ in sources.values()}
+    read = (_read(weights[id(sources[e.name][0])], f"model/{sources[e.name][1]}", shapes).float() for e in ordered)
+    with as_ours(f"writing {folder}", ""):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = folders.Lock(folder, folders.job_name())
+        draft = folders.partial(folder, step, "import")
+        try:
+            draft.mkdir()
+            hashes: dict[str, str] = {}
+            size = write_tensors(draft / file_name(0), ordered, read, {"format": "isograd checkpoint"}, hashes=hashes)
+            tensors = {e.name: (e.shape, "F32", [(0, n) for n in e.shape or (1,)], hashes[e.name]) for e in ordered}
+            counts = {"step": {name: (float(step), "float32") for name in shapes}}
+            kept = {k: v for k in ("lr", "betas", "eps", "weight_decay") if (v := options.get(k)) is not None}
+            groups = [{"kind": "AdamW", "options": kept, "names": sorted(shapes)}]
+            head = {
+                "step": step,
+                "layout": "1",
+                "extra": {},
+                "run": {"groups": groups, "counters": {}, "loss_scale": None},
+            }
+            head["model"] = {"kind": "isograd", "config": json.loads(json.dumps(dataclasses.asdict(described)))}
+            note = {"file": file_name(0), "bytes": size, "tensors": tensors, "counts": counts}
+            merge([note], head).write(draft)
+            folders.commit(folder, draft, step)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+            lock.close()
 
 
 def _read(weights: HuggingFace, key: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:

@@ -48,8 +48,9 @@ IDLE = ("PROTO", "FRAME", "STOP")
 TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
-def said(data: bytes, known: Collection[str]) -> Any:
-    """The value that a pickle describes. known: the full names of the classes and functions that it may name."""
+def said(data: bytes, known: Collection[str] | None) -> Any:
+    """The value that a pickle describes. known: the full names of the classes and functions that it may name;
+    None: any, of which nothing is made either, and what is added to them is dropped."""
     machine = _Machine(known)
     try:
         for number, (code, argument, _) in enumerate(pickletools.genops(data)):
@@ -63,8 +64,8 @@ def said(data: bytes, known: Collection[str]) -> Any:
 
 
 class _Machine:
-    def __init__(self, known: Collection[str]) -> None:
-        self.known = frozenset(known)
+    def __init__(self, known: Collection[str] | None) -> None:
+        self.known = None if known is None else frozenset(known)
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # stacks under the marks
         self.memo: dict[int, Any] = {}
@@ -119,7 +120,7 @@ class _Machine:
 
     def _named(self, parts: list[str]) -> PickledName:
         full = ".".join(parts)
-        if full not in self.known:
+        if self.known is not None and full not in self.known:
             raise RefusedOpcode(f"it names {full[:200]!r}, which no description of a checkpoint needs")
         return PickledName(full)
 
@@ -139,9 +140,13 @@ class _Machine:
         if isinstance(into, list):
             into.extend(values)
             return
+        if isinstance(into, PickledObject) and self.known is None:
+            return
         if not isinstance(into, dict) or len(values) % 2:
             raise RefusedOpcode("it adds to something that is no list and no dict")
         for key, value in zip(values[::2], values[1::2], strict=True):
+            if self.known is None and not isinstance(key, str | int | PickledObject):
+                continue
             if not isinstance(key, str | int | PickledObject):
                 raise RefusedOpcode(f"a dict with a {type(key).__name__} as a key")
             into[key] = value

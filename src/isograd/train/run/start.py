@@ -86,14 +86,14 @@ def says_how_to_resume(config: Config) -> Iterator[None]:
         yield
     except LaunchError as error:
         if error.cause is None and "resumes" not in (error.fix or ""):
-            error.fix = "; ".join(filter(None, (error.fix, run_folder.how_to_resume(config.folder))))
+            error.fix = "; ".join(filter(None, (error.fix, run_folder.how_to_resume(config.checkpoints))))
         raise
 
 
 def _done_here(config: Config, ranks: int, options: RunOptions) -> RunOutcome:
     """Start the ranks on this machine, and wait for them."""
     limit, deaf = patience(config.safety.stall_s), (signal.SIGTERM, signal.SIGHUP)
-    busy = Growing(config.folder / "checkpoints")
+    busy = Growing(config.checkpoints)
     after = config.resilience
     with says_how_to_resume(config):
         if after.after_death != "end":

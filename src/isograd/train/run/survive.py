@@ -105,7 +105,7 @@ def _others(attempt: Attempt, phases: list[str]) -> str:
 def _state_of(config: Config, pool: WorkerPool, said: dict[int, tuple[str, list[Offer]]]) -> str:
     keep = config.checkpoint
     held = {number: found for number, (_, found) in said.items()}
-    return save_copies(pool, held, config.folder / "checkpoints", keep.keep_last, keep.keep_every)
+    return save_copies(pool, held, config.checkpoints, keep.keep_last, keep.keep_every)
 
 
 def _next(config: Config, layout: Layout, pool: WorkerPool, text: str, anew: bool) -> tuple[Config, Layout, str]:
@@ -143,7 +143,7 @@ def _cut(config: Config, layout: Layout) -> Config | None:
 
 def _resume(config: Config, before: str) -> str:
     """Once this run has a checkpoint of its own, that; else what it was started from."""
-    return "auto" if checkpoints(config.folder / "checkpoints") or before == "never" else before
+    return "auto" if checkpoints(config.checkpoints) or before == "never" else before
 
 
 def _given_up(text: str, times: int, most: int) -> LaunchError:

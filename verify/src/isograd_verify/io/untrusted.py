@@ -82,10 +82,10 @@ def kind_of(mode: int) -> str:
     return next((name for test, name in KINDS if test(mode)), "no regular file")
 
 
-def read_bytes(path: str | Path, most: int, *, follow: bool = False) -> bytes:
+def read_bytes(path: str | Path, most: int, *, follow: bool = False, opener: Any = open_to_read) -> bytes:
     """The whole file, which has at most `most` bytes."""
-    with open_to_read(path, follow=follow) as file:
-        found = file.read(most + 1)
+    with opener(path, follow=follow) as file:
+        found: bytes = file.read(most + 1)
     if len(found) > most:
         raise FileError(
             "IG661",
@@ -213,10 +213,10 @@ class Extent:
     stop: int
 
 
-def read_header(path: str | Path, *, follow: bool = False) -> dict[str, Extent]:
+def read_header(path: str | Path, *, follow: bool = False, opener: Any = open_to_read) -> dict[str, Extent]:
     """The tensors of a safetensors file, by name. Its bytes are those of its tensors, without gap or overlap."""
-    with open_to_read(path, follow=follow) as file:
-        size = os.fstat(file.fileno()).st_size
+    with opener(path, follow=follow) as file:
+        size, _ = file.seek(0, os.SEEK_END), file.seek(0)
         first = file.read(8)
         if first == LFS[:8]:
             raise _pointer(path)

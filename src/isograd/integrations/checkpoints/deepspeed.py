@@ -1,0 +1,284 @@
+"""Folders that DeepSpeed wrote under ZeRO 1, 2 or 3: weights in fp32, and Adam's two averages, by parameter.
+
+    folder = ZeroFolder("out/global_step100")             # or "out", in which a file `latest` names it
+    folder.full("model.norm.weight")                      # put together from the flat partitions of all ranks
+    ZeroFolder("out", "exp_avg").full("model.norm.weight")
+
+Each rank's file is a zip that holds a pickle and flat tensors. The pickle is followed as data (opcodes.py): nothing in
+it is executed, whatever it names. Under ZeRO 1 and 2 a group's partitions, one after another, are all its parameters;
+under ZeRO 3 each parameter is cut into equal parts, the last one filled up. Numbers are checked before they are used;
+the bytes of one parameter are read at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.errors import CheckpointError
+from isograd.integrations.checkpoints.dcp import LARGEST, MOST_ELEMENTS, OF_ZIPS, _numbers, _rebuilt
+from isograd.integrations.checkpoints.opcodes import PickledObject, RefusedOpcode, said
+from isograd.io.untrusted import FileError, open_to_read, read_text
+
+OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_optim_states\.pt")
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class ZeroTensor:
+    """A parameter or buffer: the parts that it consists of, one after another."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[_Flat, ...]
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """Elements of a file that lie beside each other."""
+
+    path: Path
+    at: int  # first byte
+    dtype: torch.dtype
+    count: int
+
+    def cut(self, start: int, stop: int) -> _Flat:
+        """Some of them."""
+        return _Flat(self.path, self.at + start * self.dtype.itemsize, self.dtype, stop - start)
+
+    def read(self) -> Tensor:
+        """The elements."""
+        with open_to_read(self.path) as file:
+            file.seek(self.at)
+            raw = bytearray(file.read(self.count * self.dtype.itemsize))
+        if len(raw) != self.count * self.dtype.itemsize:
+            raise CheckpointError(
+                "IG949", f"a part of {self.path.name} cannot be read", seen=f"{len(raw):,} bytes",
+                expected=f"{self.count * self.dtype.itemsize:,} from byte {self.at:,} on", fix="copy the file again",
+            )  # fmt: skip
+        return torch.frombuffer(raw, dtype=self.dtype) if raw else torch.empty(0, dtype=self.dtype)
+
+
+class ZeroFolder:
+    """A folder that DeepSpeed wrote, opened for reading."""
+
+    def __init__(self, place: str | Path, what: str = "weights") -> None:
+        """what: "weights", or one of STATES; of a parameter that is not trained there are no states."""
+        self.place = _tagged(Path(place))
+        self.step = 0  # of the optimizer
+        self.options: dict[str, Any] = {}  # of its first group: lr, betas, eps, weight_decay
+        try:
+            self.tensors = dict(self._found(what))
+        except (RefusedOpcode, FileError, OSError, *OF_ZIPS) as error:
+            raise CheckpointError(
+                "IG948", f"{self.place} holds no checkpoint of DeepSpeed's ZeRO that can be read",
+                seen=(error.brief if isinstance(error, FileError) else str(error))[:500],
+                expected="zero_pp_rank_*_mp_rank_00_optim_states.pt of all ranks, and the model's states beside them; "
+                "nothing in them is executed", fix="copy the folder again; of tp or pp, let DeepSpeed convert it",
+            ) from error  # fmt: skip
+        self.shapes = {name: held.shape for name, held in self.tensors.items()}
+
+    def full(self, name: str) -> Tensor:
+        """A tensor, put together."""
+        held = self.tensors[name]
+        found = torch.empty(math.prod(held.shape), dtype=held.dtype)
+        at = 0
+        for piece in held.pieces:
+            found[at : at + piece.count] = piece.read()
+            at += piece.count
+        return found.view(held.shape)
+
+    def _found(self, what: str) -> Iterator[tuple[str, ZeroTensor]]:
+        ranks = self._ranks()
+        models = [_Saved(path) for path in self._models(len(ranks))]
+        first = models[0].value
+        owns = [_dict(rank.value.get("optimizer_state_dict")) for rank in ranks]
+        stage = owns[0].get("zero_stage")
+        (stage,) = stage.args if isinstance(stage, PickledObject) and len(stage.args) == 1 else (stage,)
+        if stage not in (1, 2, 3) or any(own.get("partition_count") is None for own in owns):
+            raise RefusedOpcode(f"no ZeRO stage from 1 to 3: {stage!r:.50}")
+        shapes = [{_name(n): _numbers(s) for n, s in _pairs(group)} for group in _list(first.get("param_shapes"))]
+        flats = [self._flats(rank, own, stage, what) for rank, own in zip(ranks, owns, strict=True)]
+        trained = dict(_by_parts(shapes, flats) if stage == 3 else _by_groups(shapes, flats))
+        yield from trained.items()
+        if what != "weights":
+            return
+        for name, shape in _pairs(first.get("frozen_param_shapes")):
+            parts = [m.flat(dict(_pairs(m.value.get("frozen_param_fragments"))).get(name)) for m in models]
+            yield _name(name), _zero_tensor(_name(name), _numbers(shape), parts if stage == 3 else parts[:1])
+        module = dict(_pairs(first.get("module")))
+        for name in _list(first.get("buffer_names") or []):
+            if name in module:
+                flat, shape = models[0].flat(module[name]), _rebuilt(module[name])[3]
+                yield _name(name), _zero_tensor(_name(name), shape, [flat])
+        for alias, name in _pairs(first.get("shared_params")):
+            if name in trained:
+                yield _name(alias), trained[name]
+
+    def _ranks(self) -> list[_Saved]:
+        """The files of all ranks, in order."""
+        found = {}
+        for path in self.place.iterdir():
+            if match := OPTIMIZER.fullmatch(path.name):
+                found[int(match[1])] = path
+                if int(match[2]):
+                    raise RefusedOpcode(f"{path.name}: cut over model-parallel ranks")
+        if sorted(found) != list(range(len(found))) or not found:
+            raise RefusedOpcode(f"states of the ranks {sorted(found)[:20]}")
+        ranks = [_Saved(found[rank]) for rank in range(len(found))]
+        counts = _dict(ranks[0].value.get("optimizer_state_dict")).get("partition_count")
+        counts = counts if isinstance(counts, list) else [counts]
+        if any(count != len(found) for count in counts):
+            raise RefusedOpcode(f"states of {len(found)} ranks, of which there were {counts[:4]}")
+        return ranks
+
+    def _models(self, ranks: int) -> list[Path]:
+        own = [self.place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)]
+        return own if own[0].exists() else [self.place / "mp_rank_00_model_states.pt"]
+
+    def _flats(self, rank: _Saved, own: dict[Any, Any], stage: int, what: str) -> list[_Flat]:
+        """This rank's partition of each group."""
+        masters = _list(own.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"))
+        if what == "weights":
+            return [rank.flat(one) for one in masters]
+        base = own.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+        groups = base if isinstance(base, list) else []
+        if isinstance(base, dict):
+            groups = [_dict(base.get("state")).get(i) for i in range(len(masters))]
+            self.options = {k: v for k, v in _dict(_list(base.get("param_groups"))[0]).items() if k != "params"}
+        step = _dict(groups[0]).get("step", self.options.get("step", 0))
+        if isinstance(step, PickledObject):
+            step = int(rank.flat(step).cut(0, 1).read()[0])
+        self.step = int(step) if isinstance(step, int | float) and 0 <= step < 1 << 48 else 0
+        return [rank.flat(_dict(group).get(what)) for group in groups]
+
+
+class _Saved:
+    """What torch.save wrote into a file: the value, and where its tensors lie."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open_to_read(path) as file, zipfile.ZipFile(file) as archive:
+            size = file.seek(0, os.SEEK_END)
+            self._inside: dict[str, tuple[int, int]] = {}
+            for info in archive.infolist():
+                file.seek(info.header_offset + 26)
+                start = info.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
+                if info.compress_type != zipfile.ZIP_STORED or start + info.file_size > size:
+                    raise RefusedOpcode(f"{path.name}: a member that is packed, or cut short")
+                self._inside[info.filename.partition("/")[2]] = start, info.file_size
+            start, length = self._inside.get("data.pkl", (0, LARGEST + 1))
+            if length > LARGEST:
+                raise RefusedOpcode(f"{path.name}: no data.pkl of at most {LARGEST:,} bytes")
+            if "byteorder" in self._inside:
+                file.seek(self._inside["byteorder"][0])
+                if file.read(self._inside["byteorder"][1]) != b"little":
+                    raise RefusedOpcode(f"{path.name}: numbers of the other byte order")
+            file.seek(start)
+            self.value = _dict(said(file.read(length), None))
+
+    def flat(self, value: Any) -> _Flat:
+        """A tensor whose elements lie one after another."""
+        key, dtype, at, shape, strides = _rebuilt(value)
+        start, length = self._inside.get(f"data/{key}", (0, 0))
+        count, dense = math.prod(shape), 1
+        for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+            if size > 1 and stride != dense:
+                raise RefusedOpcode(f"{self.path.name}: a tensor of the shape {shape} that does not lie in one piece")
+            dense *= size
+        if (at + count) * dtype.itemsize > length:
+            raise RefusedOpcode(f"{self.path.name}: a tensor of {count:,} elements in {length:,} bytes")
+        return _Flat(self.path, start + at * dtype.itemsize, dtype, count)
+
+
+def _by_groups(shapes: list[dict[str, tuple[int, ...]]], flats: list[list[_Flat]]) -> Iterator[tuple[str, ZeroTensor]]:
+    """ZeRO 1 and 2: a group's partitions, one after another, hold its parameters one after another."""
+    for number, group in enumerate(shapes):
+        at, parts = 0, [rank[number] for rank in flats]
+        for name, shape in group.items():
+            count = math.prod(shape)
+            yield name, _zero_tensor(name, shape, _between(parts, at, at + count))
+            at += count
+
+
+def _by_parts(shapes: list[dict[str, tuple[int, ...]]], flats: list[list[_Flat]]) -> Iterator[tuple[str, ZeroTensor]]:
+    """ZeRO 3: each rank's groups, one after another, hold its part of each parameter."""
+    at = 0
+    for name, shape in (pair for group in shapes for pair in group.items()):
+        count = math.prod(shape)
+        each = -(-count // len(flats))
+        parts = [part for number, rank in enumerate(flats) if (most := min(each, count - number * each)) > 0
+                 for part in _between(rank, at, at + most)]  # fmt: skip
+        yield name, _zero_tensor(name, shape, parts)
+        at += each
+
+
+def _between(flats: list[_Flat], start: int, stop: int) -> list[_Flat]:
+    """Elements of several tensors, counted through."""
+    found, first = [], 0
+    for flat in flats:
+        a, b = max(start - first, 0), min(stop - first, flat.count)
+        if a < b:
+            found.append(flat.cut(a, b))
+        first += flat.count
+    return found
+
+
+def _zero_tensor(name: str, shape: tuple[int, ...], pieces: list[_Flat]) -> ZeroTensor:
+    count = math.prod(shape)
+    if not pieces or count > MOST_ELEMENTS:
+        raise RefusedOpcode(f"{name[:80]!r}: no parts, or more than {MOST_ELEMENTS:,} elements")
+    pieces = _between(pieces, 0, count)
+    if sum(piece.count for piece in pieces) != count:
+        raise RefusedOpcode(f"{name[:80]!r}: parts that do not fill its shape {shape}")
+    return ZeroTensor(shape, pieces[0].dtype if pieces else torch.float32, tuple(pieces))
+
+
+def _tagged(place: Path) -> Path:
+    """The folder of the step that `latest` names, of a folder that has such a file."""
+    if not (place / "latest").is_file():
+        return place
+    tag = read_text(place / "latest", 1 << 12).strip()
+    return place / tag if Path(tag).name == tag else place
+
+
+def is_zero(place: str | Path) -> bool:
+    """Whether a folder has the files of DeepSpeed's ZeRO."""
+    place = _tagged(Path(place))
+    return place.is_dir() and any(OPTIMIZER.fullmatch(path.name) for path in place.iterdir())
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    found = value.state if isinstance(value, PickledObject) and value.name == "collections.OrderedDict" else value
+    if not isinstance(found, dict):
+        raise RefusedOpcode(f"no table where one should be, but {str(value)[:80]}")
+    return found
+
+
+def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Of a table, a list of pairs, or nothing."""
+    if isinstance(value, list):
+        yield from ((pair[0], pair[1]) for pair in value if isinstance(pair, list | tuple) and len(pair) == 2)
+    elif value is not None and not (isinstance(value, PickledObject) and value.state is None):
+        yield from _dict(value).items()
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise RefusedOpcode(f"no list where one should be, but {str(value)[:80]}")
+    return value
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise RefusedOpcode("no name where one should be")
+    return value
