@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from isograd.errors import CheckpointError
 from isograd.io.atomic import flush, flush_folder, replace_text
-from isograd.io.no_follow import open_to_write
+from isograd.io.no_follow import not_there, open_to_write
 from isograd.io.untrusted import FileError, read_typed
 
 LOCK, BEST = "lock", "best"
@@ -205,7 +205,7 @@ def one_of(path: Path) -> Path:
     if not found:
         raise CheckpointError(
             "IG935",
-            seen=sorted(place.name for place in _entries(path))[:10] if path.is_dir() else "no such folder",
+            seen=sorted(place.name for place in _entries(path))[:10] if path.is_dir() else not_there(path, "folder"),
             path=path,
         )
     return found[0]
