@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from isograd.checkpoint import folder
 from isograd.errors import IsogradError
 from isograd.io import atomic, no_follow, untrusted, yaml_reader
 from isograd.io.untrusted import FileError
@@ -244,3 +245,21 @@ def test_files_of_a_finished_checkpoint_may_have_other_names(tmp_path: Path) -> 
     os.mkfifo(step / "fifo")
     with pytest.raises(IsogradError, match=r"IG666(.|\n)*a FIFO"):
         run_folder.make_folder(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("make", "seen"),
+    [
+        (fifo, "a FIFO"),
+        (lambda p: p.symlink_to(p), "a symbolic link that leads in a circle"),
+        (lambda p: p.symlink_to("nowhere"), "a symbolic link to 'nowhere', which is not there"),
+        (lambda p: None, "no such folder"),
+    ],
+    ids=["a fifo", "a circle", "a lost link", "nothing"],
+)
+def test_what_stands_where_a_folder_was_wanted_is_named(
+    tmp_path: Path, make: Callable[[Path], None], seen: str
+) -> None:
+    make(tmp_path / "run")
+    with pytest.raises(IsogradError, match=rf"IG935(.|\n)*{seen}"):
+        folder.one_of(tmp_path / "run")

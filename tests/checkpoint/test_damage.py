@@ -200,6 +200,11 @@ LIES: dict[str, tuple[Callable[[Any], object], str]] = {
     "betas of three": (option(betas=[0.1] * 3), "options.betas"),
     "beta of 2": (option(betas=[2.0, 0.9]), "groups.0.options.*beta"),
     "an endless option": (option(lr=float("inf")), "options.lr"),
+    "a rate of 1e308": (option(lr=1e308), "groups.0.options.lr: 1e\\+308 is beyond fp32"),
+    "no rate": (lambda m: m["numbers"]["groups"][0]["options"].pop("lr"), "groups.0.options.lr is not in the"),
+    "amsgrad of a state without it": (option(amsgrad=True), "max_exp_avg_sq of .* is not in the checkpoint"),
+    "capturable": (option(capturable=True), "groups.0.options.capturable"),
+    "a count of no dtype": (count([1.0, None]), f"step of {NORM} is a plain number"),
     "a loss scale of -1": (
         lambda m: m["numbers"].update(loss_scale={"value": -1.0, "good_steps": 0}), "numbers.loss_scale.value",
     ),

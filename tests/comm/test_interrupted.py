@@ -101,3 +101,27 @@ def test_ranks_never_go_on_apart_wherever_one_is_interrupted(seed: int) -> None:
     assert both and all(first[step] == second[step] for step in both)
     assert len(first.keys() ^ second.keys()) <= 1  # the step in which rank 1 was lost
     assert max(first.keys() ^ second.keys(), default=both[-1]) >= both[-1]  # nothing after it
+
+
+def _left_with_a_message() -> float:
+    """How long rank 1 waits for rank 0, which has left while a thread of its own waits for a message."""
+    mesh, began = Mesh("dp2"), time.monotonic()
+    group = mesh.group("dp")
+    if group.index == 1:
+        with suppress(ig.errors.IsogradError):
+            raw.receive_start([torch.ones(3)], group, 0, tag=1).wait()
+        raw.store_set("rank 1 has ended")
+        return time.monotonic() - began
+    line = raw.clone_store() or torch.distributed.distributed_c10d._get_default_store()
+    message = raw.receive_start([torch.ones(3)], group, 1, tag=2)
+    assert not message.arrived_within(0.1)
+    raw.leave("it gave up")
+    while time.monotonic() - began < 8.0 and not raw.store_check("rank 1 has ended", line):
+        time.sleep(0.05)
+    return 0.0
+
+
+def test_a_rank_that_leaves_ends_the_waits_of_others_at_once() -> None:
+    """gloo kept the connections for as long as a thread or a frame of an exception held one of its messages: others
+    waited until the process ended, or half an hour."""
+    assert launch(_left_with_a_message, 2, timeout=60)[1] < 6.0

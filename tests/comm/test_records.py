@@ -117,7 +117,7 @@ def trained(mesh: Mesh, case: Case, folder: Path) -> None:
     model.recompute = "recompute" in words
     more: dict[str, Any] = {}
     if "muon" in words:
-        more["whole"] = ["blocks.*.weight"]
+        more["matrices"] = ["blocks.*.weight"]
     if "sharded" in words:
         more["accumulate"] = "sharded"
     if "at_end" in words:

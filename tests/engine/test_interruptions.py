@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import raw, threads
 from isograd.comm.launch import launch
 from isograd.core.mesh import Mesh
 from isograd.engine import norm, reducer, step_status, zero
@@ -148,3 +148,66 @@ def test_a_rank_that_fails_in_a_layer_is_named_where_others_wait_for_it(layout: 
     assert "Alarm" in second[0] and "IG214" in second[1]
     assert "IG213" in first[0] and "rank 1" in first[0]
     assert "IG207" in first[1] and all("IG2" in text for text in (*first[2:], *second[2:]))
+
+
+def alone(layout: str, what: str) -> str:
+    """Rank 0 does something between or before its forward and backward: what each rank is told."""
+    mesh, model = Mesh(layout), net()
+    engine = ig.Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    hit = mesh.rank == 0
+    try:
+        if what == "raises before its forward" and hit:
+            raise Alarm("in the loader")
+        loss = model(torch.ones(2, 64).double()).mean()
+        if what == "casts the model" and hit:
+            model.float()
+        if what == "shortens a parameter" and hit:
+            model.get_parameter("0.weight").data = model.get_parameter("0.weight").data[:3]
+        engine.backward(loss, weight=1e308 if what == "weighs too much" else 2)
+        engine.step()
+    except (Alarm, RuntimeError, ig.IsogradError) as error:
+        try:
+            engine.discard()
+        except ig.IsogradError as more:
+            return f"{error}\n{more}"
+        return str(error)
+    return "stepped"
+
+
+ALONE = [
+    ("dp2", "casts the model", "IG517", "IG517"),  # gloo's abort, for rows of another size
+    ("dp2 zero1", "casts the model", "IG517", "IG517"),
+    ("dp2", "shortens a parameter", "IG517", "IG517"),  # torch's RuntimeError
+    ("dp2", "weighs too much", "IG515", "IG515"),  # a loss of 0: the sum of the weights was infinite
+    ("dp2 zero3", "raises before its forward", "in the loader", "IG571"),  # IG572, of parts of the model
+]
+
+
+@pytest.mark.parametrize(("layout", "what", "told", "heard"), ALONE, ids=lambda value: str(value).replace(" ", "-"))
+def test_what_one_rank_does_alone_is_named_on_all(layout: str, what: str, told: str, heard: str) -> None:
+    first, second = threads.run(alone, 2, layout, what, timeout=30)
+    assert told in first and heard in second and "IG572" not in second, (first, second)
+
+
+def cut_off() -> list[str]:
+    """Rank 0 is interrupted in a message of its backward, and goes on."""
+    mesh, model, said = Mesh("dp2"), net(), list[str]()
+    engine = ig.Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1), bucket_mb=1e-3)
+    x = torch.ones(2, 64).double()
+    for number in range(3):
+        try:
+            with engine.backward_context() as step:
+                if mesh.rank == 0 and not number:
+                    with raw.abort_group_on_interrupt():
+                        raise KeyboardInterrupt
+                step.backward_loss(model(x).mean(), 2)
+            engine.step()
+        except (KeyboardInterrupt, ig.IsogradError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_after_closed_connections_no_advice_leads_in_a_circle() -> None:
+    """IG550 said: call discard; discard: IG207, end the processes."""
+    first, _ = threads.run(cut_off, 2, timeout=30)
+    assert all("IG207" in text and "resume from the last checkpoint" in text for text in first[1:]), first

@@ -32,7 +32,7 @@ from typing import IO, Any
 
 from isograd.errors import CheckpointError
 from isograd.io.atomic import flush, flush_folder, replace_text, write_bytes
-from isograd.io.no_follow import open_to_write
+from isograd.io.no_follow import not_there, open_to_write
 from isograd.io.store import Place, StorePath
 from isograd.io.untrusted import FileError, read_typed
 
@@ -303,7 +303,7 @@ def one_of(path: Place) -> Any:
         entries: Any = list(path.iterdir()) if isinstance(path, StorePath) else _entries(path)
         raise CheckpointError(
             "IG935",
-            seen=sorted(place.name for place in entries)[:10] if path.is_dir() else "no such folder",
+            seen=sorted(place.name for place in entries)[:10] if path.is_dir() else not_there(path, "folder"),
             path=path,
         )
     return found[0]

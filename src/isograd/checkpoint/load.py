@@ -39,6 +39,13 @@ KEPT = {
     "Adadelta": ("step", "square_avg", "acc_delta"), "Rprop": ("step", "prev", "step_size"),
     "ASGD": ("step", "ax"), "Muon": ("momentum_buffer",), "SGD": (),
 }  # fmt: skip
+# And under an option.
+KEPT_WITH = {
+    "amsgrad": "max_exp_avg_sq",
+    "centered": "grad_avg",
+    "momentum": "momentum_buffer",  # of RMSprop; SGD does without
+}
+LATER = ("decoupled_weight_decay",)  # options that older versions of torch do not have
 FREE_OF_EXPERTS = {"choice_bias_rate", "balance", "balance_weight", "z_weight"}
 
 
@@ -204,8 +211,8 @@ def _check_state(engine: Engine, manifest: CheckpointManifest) -> None:
     """Raise Damage where torch's optimizers would not find what they keep of a parameter, or options that they take."""
     held: dict[str, dict[str, str]] = {}  # {parameter: {entry: dtype of a tensor, "" of a number}}
     for entry, values in manifest.numbers["counts"].items():
-        for name in values:
-            held.setdefault(name, {})[entry] = ""
+        for name, (_, dtype) in values.items():
+            held.setdefault(name, {})[entry] = "" if dtype else "a plain number"
     for key, saved in manifest.tensors.items():
         entry, _, name = key.removeprefix("optimizer/").partition("/")
         if key.startswith("optimizer/"):
@@ -217,8 +224,9 @@ def _check_state(engine: Engine, manifest: CheckpointManifest) -> None:
             for number, group in enumerate(manifest.numbers["groups"]):
                 if group["kind"] == kind:
                     _check_options(f"numbers.groups.{number}.options", theirs, member.defaults, group["options"])
+                    more = [KEPT_WITH[key] for key in KEPT_WITH if group["options"].get(key) and kind != "SGD"]
                     for name in group["names"]:
-                        _check_kept(name, KEPT[kind], held.get(name, {}), manifest.tensors)
+                        _check_kept(name, (*KEPT[kind], *more), held.get(name, {}), manifest.tensors)
 
 
 def _check_kept(name: str, entries: Iterable[str], held: dict[str, str], tensors: dict[str, Saved]) -> None:
@@ -231,13 +239,20 @@ def _check_kept(name: str, entries: Iterable[str], held: dict[str, str], tensors
         if kept is not None and kept.shape != stepped.shape:
             raise Damage(f"{entry} of {name} has the shape {list(kept.shape)} in place of {list(stepped.shape)}")
         if held.get(entry) != expected:
-            seen = f"is {held[entry] or 'a number'}" if entry in held else "is not in the checkpoint"
-            raise Damage(f"{entry} of {name} {seen}, and has to be {expected or 'a number'}")
+            seen = f"is {held[entry] or 'a number in a tensor'}" if entry in held else "is not in the checkpoint"
+            raise Damage(f"{entry} of {name} {seen}, and has to be {expected or 'a number in a tensor'}")
 
 
 def _check_options(place: str, kind: Any, here: dict[str, Any], options: dict[str, Any]) -> None:
     """By the types of the options that this run has, and by the optimizer's own constructor."""
+    for key in here:
+        if key not in options and key not in (*state.HOW, *LATER):
+            raise Damage(f"{place}.{key} is not in the checkpoint")
     for key, value in options.items():
+        if key in state.HOW:
+            raise Damage(f"{place}.{key}: how an optimizer computes on a machine is not saved")
+        if any(isinstance(n, float) and abs(n) > torch.finfo(torch.float32).max for n in _flat(value)):
+            raise Damage(f"{place}.{key}: {value!r} is beyond fp32, in which optimizers step")
         own = here.get(key)
         own = own.tolist() if isinstance(own, torch.Tensor) else own
         if own is not None and _type(value) != _type(own):
@@ -248,6 +263,10 @@ def _check_options(place: str, kind: Any, here: dict[str, Any], options: dict[st
         kind([torch.nn.Parameter(torch.zeros(1, 1))], **given)
     except (ValueError, TypeError, RuntimeError) as error:
         raise Damage(f"{place}: {error}") from error
+
+
+def _flat(value: Any) -> list[Any]:
+    return [one for part in value for one in _flat(part)] if isinstance(value, list | tuple) else [value]
 
 
 def _type(value: Any) -> object:

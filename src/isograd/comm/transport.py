@@ -13,8 +13,11 @@ nobody knows of. Tensors are contiguous; empty ones are not sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,6 +27,7 @@ from isograd.comm.group import Group
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+CLOSING = (1 << 30) - 1  # a tag with which nothing is sent
 Tensors = Sequence[Sequence[Tensor]]  # for each member of a group
 
 
@@ -74,11 +78,22 @@ class Transport:
         """Wait until every member has come here."""
         dist.barrier(group=self.process_group)
 
+    def close(self) -> None:
+        """Close the connections, so that waits of other members end. Without this gloo keeps them as long as one of
+        its messages lives, and a thread that waits or a frame of an exception may hold one. It closes all connections
+        of a group when a receive is out of time."""
+        with suppress(RuntimeError):
+            message = self.process_group.recv([torch.zeros(1)], (self.index + 1) % self.size, CLOSING)
+            message.wait(timedelta(milliseconds=1))
+
 
 class Nccl(Transport):
     """NCCL's collectives run on the device, on a stream of their own: `wait` makes the current stream wait."""
 
     native = True
+
+    def close(self) -> None:
+        """Nothing: the whole process group is aborted."""
 
     def exchange(self, handle: Any, out: Tensors, into: Tensors, tag: int, control: bool) -> None:
         """All messages as one group call."""

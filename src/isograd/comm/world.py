@@ -103,8 +103,10 @@ class Process(RankContext):
         forget()
         for handle in list(self.unfinished):  # messages that will not arrive keep connections open
             handle.forget()
-        for transport in self.made.values():  # frames of an error may hold it
-            transport.process_group = None
+        for transport in self.made.values():
+            if why:
+                transport.close()
+            transport.process_group = None  # frames of an error may hold it
         for counted in (self.made, self.tags, self.serials):
             counted.clear()
         if dist.is_initialized() and why and "nccl" in dist.get_backend():

@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from isograd.data.manifest import InputFile, Recipe
 from isograd.errors import DataError
+from isograd.io.no_follow import not_there
 from isograd.io.untrusted import parse_line
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -59,7 +60,7 @@ def find_inputs(given: list[str], out: Path, chats: bool = False) -> tuple[Input
             raise _no_input(path, f"the output folder {out} in it", "choose an output folder outside of the inputs")
         inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
         if not path.is_dir() and not path.is_file():
-            raise _no_input(path, "no such file or folder")
+            raise _no_input(path, not_there(path, "file or folder"))
         if path.is_dir() and not inside:
             raise _no_input(path, "a folder without files")
         files += inside if path.is_dir() else [path]

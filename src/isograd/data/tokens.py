@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from isograd.data.files import FileReader
 from isograd.data.manifest import SPLITS, TokenManifest, read
 from isograd.errors import DataError
+from isograd.io.no_follow import not_there
 
 Numbers = NDArray[np.int64]
 
@@ -29,7 +30,9 @@ def check_sizes(folder: Path, manifest: TokenManifest, names: list[str]) -> None
         path, expected = folder / name, sizes[name][0]
         size = path.stat().st_size if path.is_file() else None
         if size != expected:
-            raise DataError("IG902", seen="no such file" if size is None else f"{size} bytes", path=path, size=expected)
+            raise DataError(
+                "IG902", seen=not_there(path) if size is None else f"{size} bytes", path=path, size=expected
+            )
 
 
 class Tokens:

@@ -238,7 +238,8 @@ class Engine:
         """
         self._refuse_failed()
         try:
-            self.accumulate(batch, micro_batches)
+            with self._watch.naming_changes(self.mesh):
+                self.accumulate(batch, micro_batches)
             return self.step()
         except BaseException as error:
             # Ranks of dp all come to the gather of this step, or all have been in the one that dropped it. Ranks of
@@ -301,14 +302,12 @@ class Engine:
         return self._inputs.evaluating()
 
     @torch.no_grad()
+    @raw.abort_group_on_interrupt()
     def evaluate(self, batch: Any, micro_batches: int | None = None) -> Evaluation:
         """The mean loss of all data ranks' batches, under any layout; train or eval mode is the caller's choice."""
         micros = batches.micro_batches(batch, micro_batches)
         with self._inputs.evaluating():
-            if self.pipeline is None:
-                results = [batches.call(self.model, micro) for micro in micros]
-            else:
-                results = self.pipeline.evaluate(micros)
+            results = self.pipeline.evaluate(micros) if self.pipeline else [batches.call(self.model, m) for m in micros]
             mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))
             self._check_lockstep("ends its evaluation")
             table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
@@ -326,7 +325,8 @@ class Engine:
         """Several runs of autograd that count as one backward: `backward_loss`, `run_backward` of what this yields."""
         try:
             name = "isograd: backward" if self.pipeline is None else "isograd: pipeline"
-            with record_function(name), self.step_state.backward(self._reduce_when) as step_state:
+            named = self._watch.naming_changes(self.mesh)
+            with record_function(name), named, self.step_state.backward(self._reduce_when) as step_state:
                 yield step_state
         except EngineError as error:
             if error.code == "IG554":  # other ranks wait for this one at the gather of the step
@@ -484,7 +484,8 @@ class Engine:
         while self._units is not None:
             failed = self.step_state.state is State.FAILED
             try:
-                self._units.wait_for_all(said, step_status.gives_up(Status.FAILED if failed else status, self.mesh))
+                limit = step_status.gives_up(Status.FAILED if failed else status, self.mesh)
+                self._units.wait_for_all(said, failed or status is Status.DISCARDS, limit)
                 return
             except EngineError as error:  # told to the other ranks at the same time, where they were
                 self.step_state.fail(error)

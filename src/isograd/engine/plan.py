@@ -68,9 +68,10 @@ class Slot:
         """Whether one of several owners has all rows, for an optimizer that works on matrices."""
         return self.uncut_matrix and self.cuts != cut_rows(self.parameter.shape, self.owners.size)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
-        """Gradients accumulate and are summed in fp32, in fp64 models in fp64."""
+        """Gradients accumulate and are summed in fp32, in fp64 models in fp64: as the Engine found the parameter, so
+        that ranks of which one has cast its model send messages of one size until they meet."""
         return torch.float64 if self.parameter.dtype == torch.float64 else torch.float32
 
     def rows(self, tensor: Tensor, owner: int | None = None) -> Tensor:

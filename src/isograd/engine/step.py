@@ -45,7 +45,7 @@ from isograd.engine.reducer import Reducer, zeros_of
 from isograd.engine.term_weights import LossSums, TermWeights, number_on, weighted
 from isograd.engine.tree import Tree
 from isograd.engine.zero3.param_group import Zero3Hooks
-from isograd.errors import EngineError, headline
+from isograd.errors import CommError, EngineError, headline
 
 _DISCARDED = "_isograd_discarded"  # of an exception: the step that was dropped with it
 
@@ -298,6 +298,8 @@ class StepState:
         if self.state in states:
             return
         if self.state is State.FAILED:
+            if closed := self.status_group.closed:  # nothing can drop the step
+                raise CommError("IG207", axes=self.status_group.axes, closed=closed)
             if self.units is not None:  # the others may have begun theirs, and wait for this rank
                 self.units.abort("refused a backward: an earlier one had failed")
             raise EngineError(

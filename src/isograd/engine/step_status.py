@@ -10,6 +10,7 @@ travel beside the norm of the step, behind its reductions, and are read with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -255,7 +256,9 @@ def refuse_parted(table: StepStatus, step_state: StepState) -> None:
 
 def refuse_wrong(table: StepStatus, mesh: Mesh) -> None:
     """Raised alike on all ranks, from the same table."""
-    bad = (~(table.weight >= 0)).nonzero().flatten().tolist()
+    bad = (~(table.weight >= 0) | table.weight.isinf()).nonzero().flatten().tolist()
+    if not bad and math.isinf(float(of_data(table.weight, mesh).sum())):  # the loss would be 0
+        bad = of_data(torch.arange(len(table.weight)), mesh).tolist()
     if bad:
         seen, name = f"sums of weights {[float(table.weight[rank]) for rank in bad]}", f"a loss on ranks {bad}"
         raise EngineError("IG515", seen=seen, where=mesh.describe_rank(), name=name)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -22,7 +23,7 @@ from isograd.core.mesh import DATA, Mesh
 from isograd.engine.grad_placeholder import OWN_SUM, GradPlaceholder
 from isograd.engine.plan import Plan, check_same
 from isograd.engine.zero3.module_hooks import Handles, owner_of
-from isograd.errors import EngineError
+from isograd.errors import EngineError, IsogradError
 from isograd.nn.fp32_sums import needing_fp32_sums
 from isograd.pipeline import Pipeline
 
@@ -319,7 +320,18 @@ class Watch:
 
     def _look(self, parameter: nn.Parameter) -> tuple[object, ...]:
         place = 0 if self._moving else parameter.data_ptr()
-        return id(parameter), place, parameter.requires_grad, parameter.dtype, hooks_of(parameter)
+        return id(parameter), place, parameter.shape, parameter.requires_grad, parameter.dtype, hooks_of(parameter)
+
+    @contextmanager
+    def naming_changes(self, mesh: Mesh) -> Iterator[None]:
+        """Where torch refuses the shapes or dtypes of a changed model."""
+        try:
+            yield
+        except RuntimeError as error:
+            changed = None if isinstance(error, IsogradError) else self.problem(mesh)
+            if changed is None:
+                raise
+            raise changed from error
 
     def problem(self, mesh: Mesh) -> EngineError | None:
         """The error if the model is no longer the one the Engine was made for; None if it is."""

@@ -304,7 +304,7 @@ class ShardedOptimizer:
     @torch.no_grad()
     def _write_back(self, reducer: Reducer) -> None:
         if self._has_own_memory:
-            masters = [self.masters[slot.name] for slot in self._has_own_memory]
+            masters: list[Tensor] = [self.masters[slot.name] for slot in self._has_own_memory]
             torch._foreach_copy_([self._target(slot) for slot in self._has_own_memory], masters)
         wholes = {slot: self.masters[slot.name].data for slot in self.across.slots if self.across.is_home(slot)}
         self.across.spread(wholes, {slot: self._target(slot) for slot in self.across.slots})

@@ -15,6 +15,7 @@ import yaml
 from isograd.errors import ConfigError, did_you_mean
 from isograd.hf.rotary import BY_LAYER, SWITCHED, layer_types, rope_parameters, rotary, windows
 from isograd.io import yaml_reader
+from isograd.io.no_follow import not_there
 from isograd.io.untrusted import CONFIG, FileError, parse_json, read_text
 from isograd.models.config import PRESETS, TransformerConfig, preset
 from isograd.nn.routing import ExpertOptions
@@ -327,7 +328,10 @@ def load_config(source: str) -> TransformerConfig:
     if not path.exists():
         if path.suffix or "/" in source:
             raise ConfigError(
-                "IG604", f"no such config file: {source}", expected=f"a file, or a preset: {', '.join(PRESETS)}"
+                "IG604",
+                f"no such config file: {source}",
+                seen=not_there(path),
+                expected=f"a file, or a preset: {', '.join(PRESETS)}",
             )
         return preset(source)
     values = _read(path, source)

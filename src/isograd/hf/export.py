@@ -34,6 +34,7 @@ from isograd.errors import CheckpointError, IsogradError
 from isograd.hf.configs import model_type_of, to_hf_config
 from isograd.hf.families import rules
 from isograd.io.atomic import flush_folder, write_bytes
+from isograd.io.no_follow import not_there
 from isograd.io.store import Place
 from isograd.io.untrusted import CONFIG, read_json
 from isograd.models import Transformer, TransformerConfig
@@ -277,7 +278,7 @@ def open_new(target: Path, tokenizer: str | Path | None) -> None:
 
 
 def _names(folder: Path) -> Any:
-    return sorted(p.name for p in folder.iterdir())[:10] if folder.is_dir() else "no such folder"
+    return sorted(p.name for p in folder.iterdir())[:10] if folder.is_dir() else not_there(folder, "folder")
 
 
 def write(

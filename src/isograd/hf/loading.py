@@ -25,6 +25,7 @@ from isograd.hf.build import build, cut_in_place, empty
 from isograd.hf.context_parallel import attach_attention
 from isograd.hf.losses import library_of
 from isograd.hf.stages import refuse_shared_keys
+from isograd.io.no_follow import not_there
 from isograd.io.safetensors_reader import SafetensorsReader
 from isograd.io.untrusted import CONFIG, read_json
 
@@ -151,7 +152,7 @@ def config_of(source: Any, mesh: Mesh) -> Any:
             raise ModelError(
                 "IG461",
                 f"{folder} is no folder of a model",
-                seen=sorted(p.name for p in folder.iterdir())[:10] if folder.is_dir() else "no such folder",
+                seen=sorted(p.name for p in folder.iterdir())[:10] if folder.is_dir() else not_there(folder, "folder"),
                 expected="config.json and *.safetensors",
                 fix="of the hub: hf://OWNER/NAME in a config; else huggingface_hub.snapshot_download(name) first",
                 where=mesh.describe_rank(),

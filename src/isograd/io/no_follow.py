@@ -47,6 +47,19 @@ def _foreign(folder: Path, spared: str, closed: str) -> Iterator[tuple[str, str]
                 yield path, kind_of(about.st_mode)
 
 
+def not_there(path: Place, wanted: str = "file") -> str:
+    """What stands at a path where a file or a folder was wanted, in a few words."""
+    if isinstance(path, StorePath):
+        return f"no such {wanted}"
+    try:
+        return kind_of(path.stat().st_mode)
+    except FileNotFoundError:
+        lost = f"a symbolic link to {os.readlink(path)!r}, which is not there" if path.is_symlink() else ""
+        return lost or f"no such {wanted}"
+    except OSError as error:
+        return "a symbolic link that leads in a circle" if error.errno == errno.ELOOP else str(error.strerror)
+
+
 def open_to_write(path: Place, mode: str, **more: Any) -> IO[Any]:
     """As open(path, mode), for a regular file that has one name and is reached by no link; or an object of a store."""
     if isinstance(path, StorePath):

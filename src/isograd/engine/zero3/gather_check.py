@@ -35,7 +35,7 @@ from isograd.errors import EngineError
 
 NOTE = 128  # bytes
 HEAD = struct.Struct("<qq")  # epoch, number
-MEETING, FAILED = -1, -2  # numbers of notes that announce no gather
+MEETING, FAILED, GIVES_UP = -1, -2, -3  # numbers of notes that announce no gather; the last meets, to drop a step
 
 
 class Note(NamedTuple):
@@ -48,6 +48,11 @@ class Note(NamedTuple):
     def encode(self) -> bytes:
         """NOTE bytes."""
         return (HEAD.pack(*self[:2]) + self.said.encode()).ljust(NOTE, b"\0")[:NOTE]
+
+    def agrees(self, other: Note) -> bool:
+        """Whether the ranks that say this do the same next; one may step where the other drops the step."""
+        numbers = {self.number, other.number}
+        return (len(numbers) == 1 or numbers == {MEETING, GIVES_UP}) and self[::2] == other[::2]
 
     @staticmethod
     def decode(data: bytes) -> Note:
@@ -114,14 +119,14 @@ class GatherOrderCheck:
         while announcement in self._announced:
             mine = self._announced.popleft()
             notes = {member: self._read(member, limit) for member in self._others}
-            unlike = [note for note in notes.values() if note != mine.note]
+            unlike = [note for note in notes.values() if not note.agrees(mine.note)]
             if not unlike:
                 # A member that sent this note has asked for all of mine before it.
                 while len(self._sent) > len(self._others) * (1 + len(self._announced)):
                     self._sent.popleft().wait()
                 continue
             for member, note in notes.items():
-                if note == mine.note:  # its rows are on their way into memory that will be freed
+                if note.agrees(mine.note):  # its rows are on their way into memory that will be freed
                     mine.wait_for(self.group.ranks[member])
             self._next_epoch(max(self.epoch + 1, *(note.epoch for note in unlike)))
             raise self._error({**notes, self.group.index: mine.note})
@@ -164,8 +169,9 @@ class GatherOrderCheck:
 
     def _error(self, notes: dict[int, Note]) -> EngineError:
         ranks = self.group.ranks
-        failed = [ranks[member] for member, note in sorted(notes.items()) if note.number == FAILED]
-        seen = "; ".join(f"rank {ranks[member]} {note.said}" for member, note in sorted(notes.items()))
+        failed = [ranks[member] for member, note in sorted(notes.items()) if note.number in (FAILED, GIVES_UP)]
+        words = {member: "gave up its step" if note.number == GIVES_UP else note.said for member, note in notes.items()}
+        seen = "; ".join(f"rank {ranks[member]} {said}" for member, said in sorted(words.items()))
         if failed:
             return EngineError("IG571", seen=seen, where=self.where, ranks=", ".join(map(str, failed)))
         return EngineError("IG572", seen=seen, where=self.where)

@@ -35,7 +35,7 @@ from isograd.engine.blocks import homes
 from isograd.engine.packing import Packing, gather_rows, packing_of
 from isograd.engine.plan import Slot
 from isograd.engine.zero3.deferred_init import FirstValues
-from isograd.engine.zero3.gather_check import MEETING, Announcement, GatherOrderCheck
+from isograd.engine.zero3.gather_check import GIVES_UP, MEETING, Announcement, GatherOrderCheck
 from isograd.engine.zero3.module_hooks import Hook, differentiable
 from isograd.engine.zero3.sharded_param import ShardedParam, shard
 from isograd.errors import EngineError, headline
@@ -297,10 +297,11 @@ class Zero3Hooks:
 
     # -- together with the other ranks
 
-    def wait_for_all(self, said: str, limit: float | None = None) -> None:
-        """All data ranks come here now, or all raise: before a collective of the step. `limit`: of raw.wait_at_most."""
+    def wait_for_all(self, said: str, gives_up: bool = False, limit: float | None = None) -> None:
+        """All data ranks come here now, or all raise: before a collective of the step. gives_up: this one, its step.
+        `limit`: of raw.wait_at_most."""
         self.wait_for_unshard()
-        self._confirm(self._announce(said), limit)
+        self._confirm(self._announce(said, GIVES_UP if gives_up else MEETING), limit)
 
     def abort(self, said: str = "gave up a forward or a backward") -> None:
         """Back to the state between two steps, after an exception. Waits for no other rank; tells those that wait."""
@@ -308,9 +309,9 @@ class Zero3Hooks:
             self._check.abort(said)
         self._clear()
 
-    def _announce(self, said: str) -> Announcement | None:
+    def _announce(self, said: str, number: int = MEETING) -> Announcement | None:
         """Nothing while everything is full: a rank may call the model by itself."""
-        return None if self._readers else self._check.announce(MEETING, said)
+        return None if self._readers else self._check.announce(number, said)
 
     def _confirm(self, announcement: Announcement | None, limit: float | None = None) -> None:
         try:
