@@ -20,7 +20,10 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-def train(layout: str, stream: str, offload: bool = False) -> cases.Trained:
+SLOW = ("cp2 ring", "pp2 gpipe", "pp2 zb", "pp2 vpp2", "tp2 cp2", "dp2 pp2 zero1", "dp2 tp2 zero3")
+
+
+def train(layout: str, stream: str, offload: bool = False, recompute: bool | str = False) -> cases.Trained:
     """As the parity grid does, on this rank's card. On a stream of the user's: everything, the model included."""
     from isograd import Engine, Mesh
     from isograd.core.contract import assemble
@@ -31,6 +34,7 @@ def train(layout: str, stream: str, offload: bool = False) -> cases.Trained:
         mesh, config, done = Mesh(layout), cases.CONFIGS["deep" if "pp" in layout else "llama"], cases.Trained()
         assert mesh.device.type == "cuda"
         model = Transformer(config, mesh, dtype=torch.float64).to(mesh.device)
+        model.recompute = recompute
         engine, table = (
             Engine(model, mesh, cases.sgd, clip=cases.CLIP, bucket_mb=0.01, offload=offload),
             (contracts(model, mesh)),
@@ -68,6 +72,24 @@ def results_of(layout: str, *options: object) -> list[Result]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_one_devices_and_nothing_races(layout: str, stream: str) -> None:
     of_one_device(layout, results_of(layout, stream))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SLOW)
+def test_the_rest_of_the_covering_set_does_not_race_on_a_stream_of_the_users(layout: str) -> None:
+    of_one_device(layout, results_of(layout, "own"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [
+        ("dp2 zero3", True),
+        pytest.param("tp2 sp", "selective", marks=pytest.mark.slow),
+        pytest.param("pp2", True, marks=pytest.mark.slow),
+    ],
+)
+def test_recomputed_blocks_give_the_gradients_of_one_device(layout: str, how: bool | str) -> None:
+    of_one_device(layout, results_of(layout, "default" if "zero" in layout else "own", False, how))
 
 
 @pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero3"])

@@ -176,7 +176,8 @@ class StepState:
         count = number_on(loss.device, weight)
         nothing = validation.adds_nothing(loss, weight, self.mesh)
         if not nothing or self.units is not None:  # at ZeRO 3 the other ranks gather parameters with this one
-            self._seeded(loss, count, last=last, discard=nothing)
+            on_card = isinstance(weight, Tensor) and weight.device.type != "cpu"
+            self._seeded(loss, count, last=last, discard=nothing, counts=not on_card and bool(weight))
         self.loss_sums.add_weight(count)
         self.loss_sums.losses.append(weighted(loss.detach().double().reshape(()), count))
         return not nothing
@@ -218,7 +219,8 @@ class StepState:
         scale = self.loss_scale.value if self.loss_scale else 1.0
         return [(seed * scale).to(root.dtype).expand_as(root) for root, seed in zip(roots, seeds, strict=True)]
 
-    def _seeded(self, loss: Tensor, count: Tensor, *, last: bool, discard: bool) -> None:
+    def _seeded(self, loss: Tensor, count: Tensor, *, last: bool, discard: bool, counts: bool = False) -> None:
+        """`counts`: the host knows that the weight is not zero."""
         seed, factor = count * (self.loss_scale.value if self.loss_scale else 1.0), None
         if loss.dtype in (torch.float16, torch.bfloat16):  # 1,003 would become 1,000: seed with a power of two
             validation.refuse_half_loss(loss, self.mesh, in_one_run=last or discard)
@@ -226,7 +228,8 @@ class StepState:
             power = torch.exp2(torch.log2(seed.clamp(min=1e-30)).floor().clamp(max=largest))
             seed, factor = power, (seed / power).to(torch.float32)
         # A weight on a GPU is not looked at, which would make the GPU wait.
-        no_loss = (count == 0) & ~loss.detach().isfinite() if count.device.type != "cpu" else None
+        unknown = count.device.type != "cpu" and not counts
+        no_loss = (count == 0) & ~loss.detach().isfinite() if unknown else None
         seeds = [seed.to(loss.dtype).expand_as(loss)]
         self.run_backward([loss], seeds, last=last, discard=discard, factor=factor, no_loss=no_loss)
 
