@@ -35,8 +35,9 @@ chromium:
 test-fast: $(STAMP)
 	$(RUN) -m pytest -m "not slow and not medium"
 
+# Two workers, each with worlds of its own; a file's tests stay together, with what they share.
 test: $(STAMP) chromium
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
 
 full: $(STAMP) chromium
 	$(RUN) scripts/full.py

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -35,11 +38,35 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     sizes.mark(item)
 
 
+class Turns:
+    """Worlds of several workers (pytest-xdist) run one after the other. Ranks that share cores with those of another
+    world wait for each other, and waiting costs CPU: two thirds more in all (notes/2026-11-22-to-25.md)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.next, self.now = folder / "next", folder / "now"  # two locks: who waits for the second has the next turn
+
+    @contextmanager
+    def mine(self) -> Iterator[None]:
+        with open(self.next, "w") as following, open(self.now, "w") as running:
+            fcntl.flock(following, fcntl.LOCK_EX)
+            fcntl.flock(running, fcntl.LOCK_EX)
+            fcntl.flock(following, fcntl.LOCK_UN)
+            try:
+                yield
+            finally:
+                fcntl.flock(running, fcntl.LOCK_UN)  # by name: a process that was forked meanwhile has it open, too
+
+
 class PatientWorld(World):
     """A hang is a failure with stacks, not a stuck test run."""
 
+    def __init__(self, ranks: int, turns: Turns) -> None:
+        super().__init__(ranks)
+        self.turns = turns
+
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = 120) -> list[Any]:
-        return super().run(fn, *args, timeout=timeout)
+        with self.turns.mine():
+            return super().run(fn, *args, timeout=timeout)
 
 
 class Threads:
@@ -58,14 +85,16 @@ def threads() -> Callable[[int], Threads]:
 
 
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[Callable[[int], World]]:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], World]]:
     multiprocessing.set_forkserver_preload(["isograd.comm.worker", "tests.preloaded"])
     forkserver.ensure_running()
     started: dict[int, World] = {}
+    own = tmp_path_factory.getbasetemp()  # of a worker: in the folder that both have
+    turns = Turns(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
     def world(ranks: int) -> World:
         if ranks not in started:
-            started[ranks] = PatientWorld(ranks)
+            started[ranks] = PatientWorld(ranks, turns)
         return started[ranks]
 
     yield world

@@ -3,7 +3,8 @@
     python -m pytest tests/engine --cpu-times /tmp/engine.tsv     # seconds of CPU, seconds, test: one line per test
 
 The ranks of a shared world outlive a test, so their time is read from /proc while they run. The world's start is in
-the time of the first test that asks for its size.
+the time of the first test that asks for its size. Of several workers (`-n 2`) each counts its own processes, and the
+one that shares out the tests writes the file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -39,6 +41,14 @@ class CpuTimes:
         answer = yield
         self.rows.append((spent() - before, time.monotonic() - start, item.nodeid))
         return answer
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist
+            session.config.workeroutput["cpu times"] = self.rows
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        self.rows += getattr(node, "workeroutput", {}).get("cpu times", [])  # none: the worker has died
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         self.file.write_text("".join(f"{cpu:.2f}\t{wall:.2f}\t{test}\n" for cpu, wall, test in self.rows))

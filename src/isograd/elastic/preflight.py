@@ -290,10 +290,7 @@ def ranks_that_measure(facts: Sequence[RankFacts]) -> list[int]:
     """All ranks; of many, the first of each machine."""
     if len(facts) <= MANY:
         return [one.rank for one in facts]
-    first: dict[str, int] = {}
-    for one in facts:
-        first.setdefault(one.host, one.rank)
-    return sorted(first.values())
+    return sorted({one.host: one.rank for one in reversed(facts)}.values())
 
 
 def rounds(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:

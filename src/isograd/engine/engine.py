@@ -37,6 +37,7 @@ from isograd.engine import batches, evaluation, muon, norm, step_status, validat
 from isograd.engine.blocks import homes, repeated_blocks
 from isograd.engine.device_decision import DeviceDecision, DeviceStep
 from isograd.engine.evaluation import Evaluation
+from isograd.engine.gradients import Gradients
 from isograd.engine.nonfinite import NonFiniteReport, find_nonfinite
 from isograd.engine.plan import make_plan, slot_of
 from isograd.engine.precision import LossScale
@@ -45,7 +46,6 @@ from isograd.engine.step import ReduceWhen, State, StepState
 from isograd.engine.step_status import Status, StepStatus, StepTotals
 from isograd.engine.term_weights import on_host
 from isograd.engine.tree import tree_sum
-from isograd.engine.whole import Gradients
 from isograd.engine.zero import Factory, ShardedOptimizer
 from isograd.engine.zero3.deferred_init import FirstValues
 from isograd.engine.zero3.param_group import Zero3Hooks

@@ -26,7 +26,7 @@ from isograd.core.mesh import EXPERT_DATA, Mesh
 from isograd.core.rng import Key
 from isograd.nn.parameter import Layer, make
 from isograd.nn.routing import Ends, ExpertOptions
-from isograd.sequence.block import accumulation_dtype
+from isograd.sequence.block import accumulation_dtype, on_ampere
 
 
 class Experts(Layer):
@@ -77,11 +77,9 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Ends) -> Tensor:
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch computes the products in one kernel, which reads the ends on the card: in bf16, with rows of whole
-    16 bytes, from compute capability 8.0 on."""
+    """Whether one kernel of torch takes the products and reads the ends on the card: bf16, rows of whole 16 bytes."""
     even = all(size % 8 == 0 for size in weight.shape[1:])
-    known = hasattr(F, "grouped_mm") and x.is_cuda and x.dtype == torch.bfloat16 and even
-    return known and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return hasattr(F, "grouped_mm") and x.dtype == torch.bfloat16 and even and on_ampere(x)
 
 
 def _segments(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:

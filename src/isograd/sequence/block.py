@@ -28,7 +28,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def flash_takes(q: Tensor) -> bool:
     """Whether torch's flash kernel for cards takes such queries."""
     half, even = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return q.is_cuda and half and even and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return half and even and on_ampere(q)
+
+
+def on_ampere(x: Tensor) -> bool:
+    """Whether x is on a card of compute capability 8.0 or above: torch's flash and grouped kernels need one."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def _fits_kernel(q: Tensor, mask: Tensor | None, softcap: float | None) -> bool:
