@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_564,
+    "isograd, lines": 51_570,
     "isograd-verify, lines": 17_601,
-    "comm + engine, lines": 9_256,
+    "comm + engine, lines": 9_262,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

@@ -198,7 +198,10 @@ def trained(
         nonlocal last
         stats = engine.train_step(batch(step, mesh), micros)
         taken.append((step, stats.loss, stats.grad_norm))
+        watching = sys.getprofile()
+        sys.setprofile(None)
         last = parts(engine)
+        sys.setprofile(watching)
         if step == VICTIM_STEP:
             engine.evaluate(batch(step, mesh), micros)
         if keeper is not None and step in (VICTIM_STEP, steps[-1]):
@@ -327,7 +330,9 @@ def draw(seed: int) -> tuple[str, int, Point, type, str]:
     counted = points_of(layout)[victim]
     state = dice.choice(sorted({state for state, _ in counted}))
     kind = dice.choice(sorted(kind for at, kind in counted if at == state))
-    return layout, victim, (state, kind, dice.randint(1, counted[state, kind])), dice.choice(KINDS), dice.choice(AFTER)
+    point, error, after = (state, kind, dice.randint(1, counted[state, kind])), dice.choice(KINDS), dice.choice(AFTER)
+    # A program that ignores an exception of its own between two calls has left its batch out on one rank.
+    return layout, victim, point, error, "discard" if (state, after) == ("between", "nothing") else after
 
 
 def one(case: tuple[str, int, Point, type, str], runs: Callable[[tuple[Any, ...]], list[Found]]) -> bool:

@@ -309,7 +309,7 @@ class Engine:
         with self._inputs.evaluating():
             results = self.pipeline.evaluate(micros) if self.pipeline else [batches.call(self.model, m) for m in micros]
             mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))
-            self._check_lockstep("ends its evaluation")
+            self._gather_step_status(Status.EVALUATES)
             table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
             self._inputs.check(table[:, evaluation.COLUMNS :])
         weight, _, terms = table[:, : evaluation.COLUMNS].unbind(1)

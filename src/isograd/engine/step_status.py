@@ -41,6 +41,7 @@ class Status(IntEnum):
     BEGINS = 3  # not at its end: it announces the weights of its terms
     INCONSISTENT = 4  # the optimizer raised in an earlier step: no step is right until a checkpoint is loaded
     SAVES = 5  # between two steps: a checkpoint is saved
+    EVALUATES = 6  # not at its end: an evaluation ends
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Late:
     complete: Callable[[Tensor], StepStatus]  # the whole table, of all ranks' rows of it in host memory
 
 
+TOGETHER = {Status.SAVES: "save a checkpoint", Status.EVALUATES: "evaluate"}  # all ranks, or none
 LAYER_S = 5.0  # seconds after which a rank that gives up a step closes its connections, where layers wait for it
 SAME_LOSS = 1e-3  # relative: ranks of a tp group compute one loss from the same numbers; devices of two kinds may round
 BITS = 48
@@ -107,7 +109,7 @@ def gather_step_status(
     has failed in. may_be_late: the caller completes and decides a table that has a part on cards.
     """
     problem = step_state.optimizer_inconsistent or (step_state.failure if wrong is None else str(wrong).splitlines()[0])
-    if problem is not None and status not in (Status.DISCARDS, Status.SAVES):
+    if problem is not None and status not in (Status.DISCARDS, *TOGETHER):
         status = Status.INCONSISTENT if step_state.optimizer_inconsistent else Status.FAILED
     table = gather(step_state, status, loss, settings, more)
     gave_up = table.ranks(Status.FAILED) + table.ranks(Status.DISCARDS)
@@ -120,7 +122,7 @@ def gather_step_status(
         if table.late is not None and not may_be_late:
             world = step_state.mesh.group("world")
             table = table.late.complete(raw.to_host(torch.stack(raw.gather_list(table.late.mine, world))))
-        if table.late is None and status not in (Status.DISCARDS, Status.SAVES):
+        if table.late is None and status not in (Status.DISCARDS, *TOGETHER):
             decide(table)
     if status is Status.DISCARDS:
         drop()
@@ -196,10 +198,11 @@ def unpacked(numbers: Tensor, width: int) -> Tensor:
 def refuse_failed(table: StepStatus, step_state: StepState, problem: str | None, this_rank_discards: bool) -> None:
     """All ranks together: when one of them failed or drops the step, all do. `this_rank_discards`: it asked."""
     mesh, ranks = step_state.mesh, len(table.status)
-    begins, saves = table.ranks(Status.BEGINS), table.ranks(Status.SAVES)
-    if saves:
-        if len(saves) < ranks:
-            raise EngineError("IG555", where=mesh.describe_rank(), saves=saves)
+    begins, alike = table.ranks(Status.BEGINS), {status: table.ranks(status) for status in TOGETHER}
+    for status, found in alike.items():
+        if 0 < len(found) < ranks:
+            raise EngineError("IG555", where=mesh.describe_rank(), does=TOGETHER[status], found=found)
+    if any(alike.values()):
         return
     if len(begins) + len(table.ranks(Status.FINE)) == ranks:
         if begins and len(begins) < ranks:

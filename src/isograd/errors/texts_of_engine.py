@@ -179,10 +179,10 @@ IG554: data ranks ran different numbers of backwards that reduce gradients
   expected: as many synced backwards on every data rank
   fix:      empty batches with weight=0, engine.no_sync() but for the last, or Engine(..., overlap=False);
             engine.discard() on all ranks, if a backward failed on one
-IG555: some ranks save a checkpoint while others do not
-  seen:     a checkpoint on ranks {saves}; engine.step(), grads() or discard() on the others
-  expected: all ranks to save, between the same two steps: each writes its own rows
-  fix:      take the saving out of 'if rank == 0:'; nothing of the step is left, on any rank
+IG555: some ranks {does} while others do not
+  seen:     ranks {found} do; another call of the engine on the others
+  expected: all ranks to do it, between the same two steps: each has its own rows
+  fix:      take the call out of 'if rank == 0:'; nothing of the step is left, on any rank
 IG556: the optimizer of an Engine was stepped by hand
   expected: engine.step(), which sums the gradients of all ranks, clips and steps
 IG557: the model is wrapped in something that reduces gradients itself
