@@ -61,7 +61,7 @@ VERIFIER = {
 
 LIMITS = {
     "isograd, lines": 49_385,
-    "isograd-verify, lines": 17_599,
+    "isograd-verify, lines": 17_700,
     "comm + engine, lines": 8_992,
     "arrows between packages": 130,
     "arrows in isograd-verify": 53,
