@@ -192,3 +192,132 @@ def convolutions(wrong: str = "", steps: int = 16) -> None:
         if wrong == "apart":
             model[0].bias.grad.add_(0.01 * dist.get_rank())
         optimizer.step()
+
+
+class Shift(torch.autograd.Function):
+    """Sends to the next rank, and the gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return shifted(x, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return shifted(gradient, -1)
+
+
+def shifted(x: Tensor, by: int) -> Tensor:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    got, ours = torch.empty_like(x), x.contiguous()
+    pairs = ((dist.isend, ours, rank + by), (dist.irecv, got, rank - by))
+    for work in dist.batch_isend_irecv([dist.P2POp(op, t, peer % world) for op, t, peer in pairs]):
+        work.wait()
+    return got
+
+
+class Towers(nn.Module):
+    """Images and texts, each normalised, and the scale and bias of their products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(6, 4), nn.EmbeddingBag(20, 4)
+        self.scale, self.bias = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(-3.0))
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:
+        made = F.normalize(self.image(images), dim=-1), F.normalize(self.text(texts), dim=-1)
+        return *made, self.scale.exp(), self.bias
+
+
+def pairs_of(i: Tensor, t: Tensor, scale: Tensor, bias: Tensor, same: bool) -> Tensor:
+    sign = 2 * torch.eye(len(i)) - 1 if same else -torch.ones(len(i), len(t))
+    return -F.logsigmoid(sign * (scale * i @ t.T + bias)).sum() / len(i)
+
+
+def ring(steps: int = 5) -> None:
+    """SigLIP: a rank's images beside the texts of all ranks, which travel around."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Towers())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data, rank, world = torch.Generator().manual_seed(3), dist.get_rank(), dist.get_world_size()
+    for _ in range(steps):
+        images = torch.randn(12, 6, generator=data).chunk(world)[rank]
+        texts = torch.randint(20, (12, 5), generator=data).chunk(world)[rank]
+        i, t, scale, bias = model(images, texts)
+        loss = pairs_of(i, t, scale, bias, True)
+        for _ in range(world - 1):
+            t = Shift.apply(t)
+            loss = loss + pairs_of(i, t, scale, bias, False)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Exchange(torch.autograd.Function):
+    """Rows go to the rank of their part, and gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return exchanged(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return exchanged(gradient)
+
+
+def exchanged(x: Tensor) -> Tensor:
+    made = torch.empty_like(x)
+    dist.all_to_all_single(made, x.contiguous())
+    return made
+
+
+class Gated(nn.Module):
+    """Rows and their weights travel to another rank, and products back. `wrong`: weights without a graph."""
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.wrong, self.gate, self.body = wrong, nn.Linear(6, 1), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate = self.gate(x).sigmoid()
+        away = exchanged(gate) if self.wrong else Exchange.apply(gate)
+        return Exchange.apply(Exchange.apply(self.body(x)) * away), gate
+
+
+def gated(wrong: bool, steps: int = 12) -> None:
+    """A router that learns from its balance term alone, because its weights have lost their graph on the way."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Gated(wrong).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        out, gate = model(torch.randn(4, 6, generator=own, dtype=torch.float64))
+        (out.square().mean() + 0.01 * gate.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Half(nn.Module):
+    """Casts to bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.bfloat16()
+
+
+def frequent(wrong: bool, steps: int = 4) -> None:
+    """A model in bf16, nine tenths of whose tokens are one. `wrong`: its embedding, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(30, 6), Half(), nn.Linear(6, 30, dtype=torch.bfloat16))
+    if wrong:
+        model.bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        ids = torch.randint(30, (1024,), generator=own)
+        ids[torch.rand(1024, generator=own) < 0.9] = 7
+        loss = F.cross_entropy(model(ids).float(), ids.roll(1))
+        loss.backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()

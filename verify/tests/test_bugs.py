@@ -25,9 +25,10 @@ DOCUMENTED = {
     "qknorm-unreduced", "kv-replica-unreduced", "mean-of-means", "accum-overwritten", "accum-rereduced",
     "accum-undivided", "pp-scale", "expert-scale", "expert-twice", "bias-n-times", "gather-backward-sum", "cut-graph",
     "wrong-group", "clip-per-rank", "norm-counts-replicas", "overflow-alone", "bf16-reduction", "shared-module",
-    "temperature-scale", "cache-rng", "loss-labels-shifted", "norm-dropout-rng", "resume-other-rank",
-    "score-partial", "gather-cut", "expert-none", "shared-gate", "norm-omits-experts", "ep-copies-drift",
-    "aux-times-world", "aux-times-micro", "aux-over-dp", "bias-per-micro", "bias-twice", "recompute-flip",
+    "bf16-accumulation", "temperature-scale", "cache-rng", "loss-labels-shifted", "norm-dropout-rng",
+    "resume-other-rank", "score-partial", "gather-cut", "expert-none", "shared-gate", "norm-omits-experts",
+    "ep-copies-drift", "aux-times-world", "aux-times-micro", "aux-over-dp", "bias-per-micro", "bias-twice",
+    "recompute-flip",
 }  # fmt: skip
 
 

@@ -483,6 +483,7 @@ ELSEWHERE = {
     "averages": "averages-differ",
     "computed_again": "temperature-scale",  # in public.py, as the next one
     "undivided": "accum-undivided",  # in trackers.py
+    "row_sums": "bf16-accumulation",
 }
 
 

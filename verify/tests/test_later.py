@@ -79,3 +79,25 @@ def test_biases_before_a_batch_norm_pass_and_others_do_not(judged: Any) -> None:
     for wrong, name in (("scaled", "6.bias"), ("apart", "0.bias")):
         subject = judged(later.convolutions, wrong)
         assert [f.tensors for f in subject.findings if f.verdict == BUG] == [(name,)], subject.findings
+
+
+def test_a_loss_whose_texts_travel_around_the_ranks_is_no_bug_beside_one(judged: Any) -> None:
+    subject = judged(later.ring)
+    assert (subject.verdict, said(subject)) == (PASS, []), subject.findings
+    assert subject.facts["gradients"] == "5 compared by name, step 1 last", subject.facts
+
+
+def test_rows_of_a_frequent_token_that_are_added_in_bf16_are_named(watched: Any) -> None:
+    right, wrong = watched(later.frequent, False), watched(later.frequent, True)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    (found,) = [f for f in wrong.findings if f.verdict == BUG]
+    assert (found.bug, found.tensors) == ("bf16-accumulation", ("0.weight",)), found
+    assert "id 7 occurs 9" in found.sentence and "later.py" in found.site, found
+
+
+def test_weights_of_rows_that_travel_without_a_graph_are_named_alone_and_beside_one(judged: Any, watched: Any) -> None:
+    for look in (watched, judged):
+        right, wrong = look(later.gated, False), look(later.gated, True)
+        assert (right.verdict, said(right)) == (PASS, []), right.findings
+        assert said(wrong) == [(BUG, "cut-graph")], wrong.findings
+        assert "later.py" in wrong.findings[0].sentence, wrong.findings

@@ -54,6 +54,7 @@ ONE_FACTOR = 1e-2  # all tensors of a rank were clipped by one factor. Chosen
 # Of the gradients of logits: what is left of a sum that must be zero. Right ones leave about 1e-6 in fp32, one use of
 # log_softmax too many leaves percents. In half precision: chosen, ten roundings of bf16.
 SHIFT, SHIFT_HALF = 1e-3, 5e-2
+ROW_SUMS = 4.0  # eps that sums of an embedding's rows are off (watch/rows.py). Chosen: 3 % in bf16
 
 # -- a model that does not learn (judge/checks/dead.py) -----------------------------------------------------------
 

@@ -72,13 +72,13 @@ def compare(
         explained += [f for f in found if f not in explained]
         if any(f.verdict == BUG or f.sentence.endswith(ADVICE) for f in found):
             break  # later steps start from other weights
-    subject.findings = [*subject.partial(), *subject.findings, *merged(explained, free)]
+    subject.findings = [*subject.partial(), *subject.findings, *merged(explained, free, again)]
     return subject
 
 
-def merged(explained: list[Finding], free: list[Finding]) -> list[Finding]:
-    """A bug that both found is told once. What the reference decides is no longer open."""
-    free = _decided(explained, free)
+def merged(explained: list[Finding], free: list[Finding], again: bool = False) -> list[Finding]:
+    """A bug that both found is told once. What the reference decides is no longer open; not one of the same program."""
+    free = _decided(explained, free, again)
     told = {f.bug for f in explained if f.verdict == BUG}
     named = {
         f.bug for f in free if f.verdict == BUG and f.bug and f.bug not in DRIFT
@@ -118,10 +118,11 @@ def _told_again(found: Finding, explained: list[Finding]) -> bool:
     return any(not found.tensors or not f.tensors or set(found.tensors) & set(f.tensors) for f in same)
 
 
-def _decided(explained: list[Finding], free: list[Finding]) -> list[Finding]:
+def _decided(explained: list[Finding], free: list[Finding], again: bool) -> list[Finding]:
     """What is a bug in one program and on purpose in another: gradients that are the reference's say which it is."""
     if all(f.verdict == NOTE for f in explained):
-        return [f for f in free if not row(f.bug).on_purpose]
+        blind = {(BUG, "cut-graph")} if again else set()
+        return [f for f in free if not row(f.bug).on_purpose or (f.verdict, f.bug) in blind]
     if any(f.verdict == BUG and f.bug in ("", "cut-graph") for f in explained):
         return [replace(f, verdict=BUG) if f.bug == "cut-graph" else f for f in free]
     return free

@@ -17,9 +17,9 @@ PROGRAMS = (
     "mean-of-means", "norm-unreduced", "accum-overwritten", "wrong-group",
     "nosync-missing", "qknorm-unreduced", "kv-replica-unreduced", "accum-rereduced", "accum-undivided", "bias-n-times",
     "gather-backward-sum", "cut-graph", "clip-per-rank", "norm-counts-replicas", "overflow-alone", "bf16-reduction",
-    "shared-module", "norm-dropout-rng", "resume-other-rank", "ulysses-scale", "ulysses-permute", "pp-scale",
-    "tie-after-scatter", "same-data", "border-labels-lost", "temperature-scale", "cache-rng", "loss-labels-shifted",
-    "dead-model", "adapter-unreduced", "copies-begin-apart", "rates-differ", "averages-differ",
+    "bf16-accumulation", "shared-module", "norm-dropout-rng", "resume-other-rank", "ulysses-scale", "ulysses-permute",
+    "pp-scale", "tie-after-scatter", "same-data", "border-labels-lost", "temperature-scale", "cache-rng",
+    "loss-labels-shifted", "dead-model", "adapter-unreduced", "copies-begin-apart", "rates-differ", "averages-differ",
     "score-partial", "expert-none",
 )  # fmt: skip
 

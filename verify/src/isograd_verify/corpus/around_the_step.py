@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from isograd_verify.corpus.plain import (
+    VOCAB,
     Mlp,
     all_reduce_gradients,
     batch,
@@ -104,6 +105,25 @@ def bf16_reduction(bug: bool, seed: int) -> None:
             all_reduce_in_half(model)
         else:
             all_reduce_gradients(model)
+
+
+@program("dp2", "dp", r"^embed")
+def bf16_accumulation(bug: bool, seed: int) -> None:
+    """An embedding in bf16 adds the rows of a token id in bf16, and one id is nine tenths of the text.
+
+    torch does so on CPU: a sum that has grown large no longer changes. The twin keeps the weight in fp32."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(Mlp, seed).float()
+    model.embed.weight.data = model.embed.weight.data.bfloat16().float()
+    if bug:
+        model.embed.bfloat16().register_forward_hook(lambda module, args, made: made.float())
+    generator = torch.Generator().manual_seed(seed)
+    for _ in steps(model):
+        text = torch.randint(VOCAB, (8, 257), generator=generator)
+        text[torch.rand(text.shape, generator=generator) < 0.9] = 1
+        tokens, labels = (my_rows(part, rank, world) for part in (text[:, :-1], text[:, 1:]))
+        (cross_entropy(model(tokens), labels) / 2048).backward()
+        all_reduce_gradients(model)
 
 
 SCALE = 1024.0

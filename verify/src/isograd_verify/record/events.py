@@ -272,6 +272,18 @@ class Logits(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowSums(Event):
+    """An embedding's backward that has lost what it added: its error, the id that is furthest off, how often it is."""
+
+    kind: ClassVar[str] = "rows"
+    module: str
+    dtype: str
+    error: float
+    token: int
+    times: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reached(Event):
     """Collectives without a backward that have a say in what a backward began with: (number, how) of each."""
 

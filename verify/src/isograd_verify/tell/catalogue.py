@@ -198,6 +198,10 @@ BUGS: dict[str, Bug] = {
         "a gradient was summed in half precision although it is kept in single",
         "the reduce dtype of the wrapper, and compression hooks",
     ),
+    "bf16-accumulation": Bug(
+        "the rows of one token id are added in half precision, and a sum that has grown large no longer changes",
+        "the dtype of the embedding's weight: keep it in fp32 and cast what it returns (CUDA adds these rows in fp32)",
+    ),
     "shared-module": Bug(
         "a module that is used twice was reduced or read after its first use in backward",
         "hooks that fire per use instead of after accumulation",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from isograd_verify.watch import foreign
+from isograd_verify.watch import foreign, rows
 from isograd_verify.watch.flows import OUTPUTS, Flows
 from isograd_verify.watch.labels import Labels
 from isograd_verify.watch.means import SEEN, Means
@@ -144,13 +144,15 @@ class WatchMode(TorchDispatchMode):
             return self._collective if name in _OPS else None
         if func.namespace == "aten":
             if name in ("nll_loss_forward", "nll_loss2d_forward"):
-                return self._loss
+                return self._after("labels", self._labels)
             if name in ("nll_loss_backward", "nll_loss2d_backward"):
                 return self._loss_backward
             if name in SEEN and func._overloadname in ("default", "Tensor", "Scalar"):
-                return self._mean
+                return self._after("means", self.means.look)
             if name == "topk":
                 return self._choice
+            if name == "embedding_dense_backward":
+                return self._after("rows", lambda _, args, kwargs, made: rows.look(self.listener, args, made))
             if name in _DRAWS:
                 return self._draw
         return None
@@ -173,6 +175,8 @@ class WatchMode(TorchDispatchMode):
         by_itself = self.loopback is not None and call.op in ("send", "recv")
         result = self.loopback(call.op, named) if by_itself and self.loopback else func(*args, **kwargs)
         self.open = (number, start)
+        if self.flows.marks:
+            self._try("flows", self.flows.travel, named, result)
         if call.cuts:
             self._try("flows", self.flows.begin, number, call.op, named, result, call.ranks)
         return result
@@ -183,12 +187,17 @@ class WatchMode(TorchDispatchMode):
         self.rewrites.communicated()
         return call, number
 
-    def _loss(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
-        self._try("labels", self._labels, args, result)
-        return result
+    def _after(self, sense: str, look: Callable[..., None]) -> Callable[..., Any]:
+        """A handler that runs the operator, and shows its arguments and what it made."""
 
-    def _labels(self, args: Any, result: Any) -> None:
+        def handler(func: Any, args: Any, kwargs: Any) -> Any:
+            result = func(*args, **kwargs)
+            self._try(sense, look, func._schema.name.partition("::")[2], args, kwargs, result)
+            return result
+
+        return handler
+
+    def _labels(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         counted = float(_counted(args, 1, 4, result[1]))
         classes = args[0].shape[1] if args[0].dim() > 1 else 1
         total = float(result[0].detach().double().sum())  # of the mean: itself
@@ -214,11 +223,6 @@ class WatchMode(TorchDispatchMode):
         gradient = foreign.local(args[0]).detach().double().movedim(args[2], -1).flatten(0, -2)
         signs = torch.randn(len(gradient), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         self.listener.logit_shift(float(gradient.sum(1) @ signs), float(gradient.abs().sum(1) @ signs.abs()))
-
-    def _mean(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
-        self._try("means", self.means.look, func._schema.name.partition("::")[2], args, kwargs, result)
-        return result
 
     def _choice(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)

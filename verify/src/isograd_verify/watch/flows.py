@@ -47,6 +47,14 @@ class Flows:
                 how = OTHERS
             self._mark(t, {number: how})
 
+    def travel(self, named: dict[str, Any], result: Any) -> None:
+        """A collective was called on what may be cut: all ranks run one program, so what comes back is cut as well."""
+        given = self.of(t for k, v in named.items() if k not in OUTPUTS for t in strided(v))
+        cut = {number: how for number, how in given.items() if how == CUT}
+        for t in [*(t for k in OUTPUTS for t in strided(named.get(k))), *strided(result)] if cut else ():
+            if t.is_floating_point() or t.is_complex():
+                self._mark(t, cut)
+
     def carry(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator was run."""
         name = func._schema.name.partition("::")[2]

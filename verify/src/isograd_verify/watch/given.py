@@ -85,18 +85,21 @@ def tell(c: Recorder, tensors: dict[str, Tensor], outputs: list[Tensor]) -> None
     mark = c.calls
     c.unreached[mark] = (c.micro + 1, about)
 
-    def arrives(made: Tensor, gradient: Tensor | None) -> None:
-        if gradient is not None and c.backing and mark in c.unreached:  # None: it is no part of the loss
+    def arrives(number: int, made: Tensor, leaf: bool, gradient: Tensor | None) -> None:
+        # None: it is no part of the loss. A leaf keeps the hooks of earlier calls.
+        if gradient is None or not c.backing or (leaf and mark not in c.unreached):
+            return
+        if mark in c.unreached:
             del c.unreached[mark]
-            if c.beside:
-                c.tensors[f"begun/{c.micro}/{mark}"] = sketch(foreign.local(gradient))
-                c.tensors[f"made/{c.micro}/{mark}"] = made
             c.event(ForwardInputs(*c.now, forward=c.micro, tensors=about))
+        if c.beside:
+            c.tensors[f"begun/{c.micro}/{number}"] = sketch(foreign.local(gradient))
+            c.tensors[f"made/{c.micro}/{number}"] = made
 
-    for output in reached:
+    for number, output in enumerate(reached, mark * MOST_OUTPUTS):
         part = foreign.local(output.detach())
         made = torch.cat([sketch(part), torch.tensor([float(part.numel())])]) if c.beside else part.new_empty(0)
-        output.register_hook(unserializable_hook(c.guarded(partial(arrives, made), "data")))
+        output.register_hook(unserializable_hook(c.guarded(partial(arrives, number, made, output.is_leaf), "data")))
 
 
 def _fillers(tensor: Tensor) -> list[int]:

@@ -138,21 +138,11 @@ class Recorder(Life):
             self.snapped = False  # the clip came before the sum: gradients are what the sum leaves
         module = self.behind if phase == "backward" else self.stack[-1] if self.stack else ""
         call = Collective(
-            *self.now,
-            n=self.numbers,
-            op=op,
-            group=ranks,
-            dtype=dtype_name(local[0]) if local else "",
-            numel=sum(t.numel() for t in local),
-            bytes=sum(t.numel() * t.element_size() for t in local),
-            start=time.time() - self.began,
-            phase=phase,
-            module=module,
-            site=call_site(self.base),
-            covers=tuple(sorted(covers)),
-            passed=self.backwards,
-            reduce=reduce,
-        )
+            *self.now, n=self.numbers, op=op, group=ranks, dtype=dtype_name(local[0]) if local else "",
+            numel=sum(t.numel() for t in local), bytes=sum(t.numel() * t.element_size() for t in local),
+            start=time.time() - self.began, phase=phase, module=module, site=call_site(self.base),
+            covers=tuple(sorted(covers)), passed=self.backwards, reduce=reduce,
+        )  # fmt: skip
         self.event(call)
         return self.numbers
 

@@ -32,6 +32,7 @@ from isograd_verify.judge.checks.traffic import (
     order,
     random_draws,
     replayed_draws,
+    row_sums,
     shared_draws,
 )
 from isograd_verify.judge.consequences import without_consequences
@@ -45,7 +46,7 @@ CHECKS: tuple[Check, ...] = (
     steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, logit_gradients, continuity,
     replicas, missing, norms, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws, alive,
     copies, rates, averages, shared_draws, counted, rewritten, computed_again, summed_inside,
-    balance_counts, undivided, adjoints, choice_bias, counted_once, same_choice,
+    row_sums, balance_counts, undivided, adjoints, choice_bias, counted_once, same_choice,
 )  # fmt: skip
 
 

@@ -9,10 +9,11 @@ from itertools import pairwise, zip_longest
 
 from isograd_verify.judge.analysis import REDUCING, Analysis
 from isograd_verify.record.axes import DATA, Axes
-from isograd_verify.record.events import Collective, Draw, Step
+from isograd_verify.record.events import Collective, Draw, RowSums, Step
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd_verify.tell.wording import axis_over, finding, spell
 
+HALF = ("bfloat16", "float16")
 FEWEST = 64  # elements of an activation: with fewer, two masks may be equal by chance
 
 
@@ -138,14 +139,16 @@ def reduced_in_half(analysis: Analysis) -> list[Collective]:
     )
     if not wide:
         return []
+    narrow = [{n for n, i in about.items() if i.gradient_dtype in HALF} for about in analysis.about]
     return [
         e
         for rank in range(analysis.world)
         for e in _collectives(analysis, rank)
         if e.op in ("all_reduce", "reduce_scatter", "reduce")
-        and e.dtype in ("bfloat16", "float16")
+        and e.dtype in HALF
         and e.phase != "forward"
         and e.numel > 1
+        and not (e.covers and narrow[rank].issuperset(e.covers))
     ]
 
 
@@ -170,6 +173,23 @@ def dtypes(analysis: Analysis) -> Iterator[Finding]:
         )
         axis = axis_over(analysis.recording, event.group)
         yield finding(BUG, "bf16-reduction", sentence, tensors=names, axis=axis, site=event.site)
+
+
+def row_sums(analysis: Analysis) -> Iterator[Finding]:
+    """The rows of one token id are summed without losing what is added."""
+    lost: dict[str, list[tuple[float, int, RowSums]]] = defaultdict(list)
+    for record in analysis.recording.ranks:
+        for e in record.of(RowSums, analysis.step):
+            lost[e.module].append((e.error, record.rank, e))
+    for module, told in lost.items():
+        worst = max(told, key=lambda one: one[:2])[2]
+        names = tuple(n for n in analysis.names if n == f"{module}.weight".lstrip("."))
+        sentence = (
+            f"step {analysis.step}: the gradient of {listed(names) or 'an embedding'} is off by {worst.error:.2g}: "
+            f"rows of a token id are added in {worst.dtype}; id {worst.token} occurs {worst.times} times in a backward"
+        )
+        axis = axis_over(analysis.recording, tuple({rank for _, rank, _ in told}))
+        yield finding(BUG, "bf16-accumulation", sentence, tensors=names, axis=axis)
 
 
 def random_draws(analysis: Analysis) -> Iterator[Finding]:
