@@ -35,9 +35,10 @@ chromium:
 test-fast: $(STAMP)
 	$(RUN) -m pytest -m "not slow and not medium"
 
-# Two workers, each with worlds of its own; a file's tests stay together, with what they share.
+# WORKERS=2: each has worlds of its own; a file's tests stay together, with what they share.
+WORKERS ?= 0
 test: $(STAMP) chromium
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 full: $(STAMP) chromium
 	$(RUN) scripts/full.py
