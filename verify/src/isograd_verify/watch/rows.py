@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isograd_verify import tolerances
 from isograd_verify.record.events import RowSums
@@ -29,7 +29,6 @@ def look(c: Recorder, args: Any, made: Tensor) -> None:
     error, worst = float(apart.norm() / exact.norm().clamp_min(1e-300)), int(apart.argmax())
     if error > tolerances.ROW_SUMS * torch.finfo(made.dtype).eps:
         id_of, times, kind = int(which[worst]), int(counts[worst]), dtype_name(made)
-        held = {n: p for n, p in c.learn_names().items() if isinstance(p, Tensor)}
-        alike = [n for n, p in held.items() if (p.shape, p.dtype) == (made.shape, made.dtype)]
-        module = alike[0].removesuffix("weight").rstrip(".") if len(alike) == 1 else c.behind
+        alike = [n for m, n in c.modules.items() if isinstance(m, nn.Embedding) and m.weight.shape == made.shape]
+        module = alike[0] if len(alike) == 1 else c.behind
         c.event(RowSums(*c.now, module=module, dtype=kind, error=error, token=id_of, times=times))
