@@ -219,8 +219,8 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     toys.train(engine, 0, 1, gradients=False)
     master = engine.optimizer.param_groups[0]["params"][0]
     with CheckpointManager(tmp_path, engine) as keeper:
-        engine.optimizer.state[master]["row_factor"] = torch.ones(5)
-        with pytest.raises(EngineError, match=r"IG540(.|\n)*'row_factor' of 'embed.weight': shape \(5,\)"):
+        engine.optimizer.state[master]["row_factor"] = object()
+        with pytest.raises(EngineError, match=r"IG540(.|\n)*'row_factor' of 'embed.weight': a object"):
             keeper.save(1)
     with pytest.raises(CheckpointError, match=r"IG941(.|\n)*complex64"):
         entry("phase", torch.ones(2, dtype=torch.complex64))

@@ -300,12 +300,11 @@ def one_of(path: Place) -> Any:
     else:
         found = [place for home in (path / "checkpoints", path) for _, place in checkpoints(home)][-1:]
     if not found:
-        entries: Any = list(path.iterdir()) if isinstance(path, StorePath) else _entries(path)
-        raise CheckpointError(
-            "IG935",
-            seen=sorted(place.name for place in entries)[:10] if path.is_dir() else not_there(path, "folder"),
-            path=path,
-        )
+        seen: Any = not_there(path, "folder")
+        if path.is_dir():
+            entries: Any = path.iterdir() if isinstance(path, StorePath) else _entries(path)
+            seen = sorted(place.name for place in entries)[:10]
+        raise CheckpointError("IG935", seen=seen, path=path)
     return found[0]
 
 

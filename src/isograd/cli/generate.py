@@ -205,6 +205,7 @@ def _is_message(message: Any) -> bool:
 
 
 def positive(text: str) -> int:
+    """A number above 0, on a command line."""
     if not text.isdecimal() or not 0 < int(text[:10]) < 10**9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)

@@ -87,7 +87,7 @@ def verdict_of(rows: Tensor, places: list[Tensor], clip: float | None, loss_scal
     grad_norm = _tree_sum(squares).sqrt() * scale
     factor = scale if clip is None else scale * (clip / (grad_norm + 1e-6)).clamp(max=1.0)
     right = grad_norm.isfinite() & (weight > 0) & (factor > SCALES[0]) & (factor < SCALES[1])
-    right = right & (weights >= 0).all() & (wrong == 0).all()
+    right = right & (weights >= 0).all() & weights.isfinite().all() & (wrong == 0).all()
     if tp.shape[1] > 1:
         near = losses[tp]
         apart = (near - near[:, :1]).abs() > SAME_LOSS * near.abs().amax(1, keepdim=True)

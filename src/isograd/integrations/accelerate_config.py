@@ -31,7 +31,8 @@ IDLE = {
 def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[KeyOutcome]]:
     """The fields of a run's config, and every key of the file with its fate."""
     if not isinstance(values, dict):
-        raise IntegrationError("IG863", "this is no config of accelerate", seen=type(values).__name__)
+        seen = type(values).__name__
+        raise IntegrationError("IG863", "this is no config of accelerate", seen=seen, expected="a mapping of keys")
     keys = Keys({name: value for name, value in values.items() if value is not None}, [])
     every = keys.positive_int("num_processes", "layout: its ranks", 1)
     ranks = ranks or every

@@ -81,7 +81,9 @@ class _Reader:
 
     def __init__(self, values: object, ranks: int | None, *, neox: bool) -> None:
         if not isinstance(values, dict) or not values:
-            raise IntegrationError("IG863", "this file has no arguments of Megatron-LM, and no keys of GPT-NeoX")
+            raise IntegrationError(
+                "IG863", "no arguments of Megatron-LM, and no keys of GPT-NeoX", fix="--kind says whose it is"
+            )
         named = {str(name).replace("-", "_"): value for name, value in values.items() if value is not None}
         self.keys, self.neox = Keys(named, []), neox
         nodes, each = (self.keys.positive_int(n, "layout: its ranks") for n in ("nnodes", "nproc_per_node"))
@@ -186,7 +188,8 @@ class _Reader:
         sizes = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads"}
         found: dict[str, Any] = {field: self.count(name, f"model.options.{field}") for name, field in sizes.items()}
         if missing := [self.name(name) for name, field in sizes.items() if found[field] is None]:
-            raise IntegrationError("IG863", "the file describes no model", seen=f"no {', '.join(missing)}")
+            seen = f"no {', '.join(missing)}"
+            raise IntegrationError("IG863", "the file describes no model", seen=seen, fix="add them to the file")
         found["vocab"] = self.count("vocab_size", "model.options.vocab")
         if found["vocab"] is None:
             found["vocab"] = 50304

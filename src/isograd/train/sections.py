@@ -205,7 +205,9 @@ class Optimizer(Section):
     decay: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.2, description="of schedule wsd: the last share of the run, in which the learning rate falls"
     )
-    betas: Annotated[tuple[Share, Share], LISTED] = Field(default=(0.9, 0.95), description="decay rates of AdamW, Lion")
+    betas: Annotated[tuple[Share, Share], LISTED] = Field(
+        default=(0.9, 0.95), description="AdamW's decay rates, and Lion's"
+    )
     eps: Rate = Field(default=1e-8, description="AdamW's epsilon")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         default=0.1, description="of matrices; norms and biases have none"

@@ -368,7 +368,8 @@ def _write_states(
             tensors = {e.name: (e.shape, "F32", [(0, n) for n in e.shape or (1,)], hashes[e.name]) for e in ordered}
             counts = {"step": {name: (float(step), "float32") for name in shapes}}
             kept = {k: v for k in ("lr", "betas", "eps", "weight_decay") if (v := options.get(k)) is not None}
-            groups = [{"kind": "AdamW", "options": kept, "names": sorted(shapes)}]
+            usual = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+            groups = [{"kind": "AdamW", "options": usual | kept, "names": sorted(shapes)}]
             head = {
                 "step": step,
                 "layout": "1",
