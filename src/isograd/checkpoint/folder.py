@@ -16,6 +16,7 @@ lock                          names the job that came last. Another one is told 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -68,7 +69,9 @@ def checkpoints(folder: Place) -> list[tuple[int, Any]]:
 def _entries(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
         return []
 
 
