@@ -17,7 +17,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,13 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from isograd.checkpoint import CheckpointManager
-from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
 from isograd.integrations.optimizer import EngineOptimizer, TrainedModule, engine_optimizer
-from isograd.integrations.shared_rows import CutModels, part_of_state, whole_state
+from isograd.integrations.shared_rows import CutStrategy, part_of_state, whole_state
 from isograd.integrations.weights import LabelCounter
-from isograd.integrations.world import mesh_for, name_failed_rank, refuse
+from isograd.integrations.world import name_failed_rank, refuse
 
 if "lightning_fabric" in sys.modules and "lightning" not in sys.modules:
     from lightning_fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
@@ -44,7 +42,7 @@ NAME = "isograd"
 OTHERWISE = "ig.integrations.Accelerator, or ig.Engine in a loop of your own"
 
 
-class FabricStrategy(DDPStrategy):  # type: ignore[misc]
+class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     """Takes the place of "ddp", "fsdp" and "deepspeed" in a Fabric; see the head of this file."""
 
     def __init__(self, layout: str | None = None, *, elementwise: bool = False, **kwargs: Any) -> None:
@@ -62,20 +60,6 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         return self._of(None)
 
     # -- setting up
-
-    @cached_property
-    def mesh(self) -> Mesh:
-        """Of the layout, over the ranks that Fabric has launched."""
-        return mesh_for(self.layout, "dp cp tp ep")
-
-    @cached_property
-    def _cut_models(self) -> CutModels:
-        return CutModels(self.mesh)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The ranks of a cp or tp group get the same rows."""
-        return {"num_replicas": self.mesh.size("dp"), "rank": self.mesh.index("dp")}
 
     def module_to_device(self, module: nn.Module) -> None:
         """Lightning's. At zero3 the engine fills a model of `ig.hf.load`, which has no values before."""

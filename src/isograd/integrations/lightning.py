@@ -15,7 +15,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,13 +22,12 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from isograd.checkpoint import CheckpointManager
-from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
 from isograd.integrations.optimizer import EngineOptimizer, on_shards
-from isograd.integrations.shared_rows import CutModels, part_of_state, whole_state
+from isograd.integrations.shared_rows import CutStrategy, part_of_state, whole_state
 from isograd.integrations.weights import LabelCounter, WeightKind, rows_in
-from isograd.integrations.world import FailureReport, failed_rank_error, mesh_for, name_failed_rank_in_forward, refuse
+from isograd.integrations.world import FailureReport, failed_rank_error, name_failed_rank_in_forward, refuse
 
 if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
     import pytorch_lightning as lightning
@@ -43,7 +41,7 @@ else:
 NAME = "isograd"
 
 
-class LightningStrategy(DDPStrategy):  # type: ignore[misc]
+class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     """Takes the place of "ddp", "fsdp" and "deepspeed" in a Lightning Trainer; see the head of this file."""
 
     strategy_name = NAME
@@ -68,20 +66,6 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         return own[0].engine if own else None
 
     # -- setting up
-
-    @cached_property
-    def mesh(self) -> Mesh:
-        """Of the layout, over the ranks that Lightning has started."""
-        return mesh_for(self.layout, "dp cp tp ep")
-
-    @cached_property
-    def _cut_models(self) -> CutModels:
-        return CutModels(self.mesh)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The ranks of a cp or tp group get the same rows."""
-        return {"num_replicas": self.mesh.size("dp"), "rank": self.mesh.index("dp")}
 
     def model_to_device(self) -> None:
         """Lightning's. At zero3 the engine fills a model of `ig.hf.load`, which has no values before."""

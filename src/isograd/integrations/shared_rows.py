@@ -7,6 +7,7 @@ The model is one of transformers: attached under cp, cut in place under tp, ep a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from isograd.core.contract import assemble, contract_of
 from isograd.core.mesh import Mesh
 from isograd.errors import IntegrationError
 from isograd.hf import BatchPart, attach, shard
-from isograd.integrations.world import refuse
+from isograd.integrations.world import mesh_for, refuse
 
 
 class RowParts:
@@ -91,6 +92,26 @@ class CutModels:
             )
         made[0].loss = None
         return made[0].weight
+
+
+class CutStrategy:
+    """What Lightning's and Fabric's strategies share: the mesh of a layout, and whose rows each rank gets."""
+
+    layout: str | None
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Of the layout, over the ranks that the library has started."""
+        return mesh_for(self.layout, "dp cp tp ep")
+
+    @cached_property
+    def _cut_models(self) -> CutModels:
+        return CutModels(self.mesh)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The ranks of a cp or tp group get the same rows."""
+        return {"num_replicas": self.mesh.size("dp"), "rank": self.mesh.index("dp")}
 
 
 def prepare_data_loader(accelerator: Any, loader: Any, mesh: Mesh, device_placement: bool | None) -> Any:
