@@ -86,7 +86,7 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
     layout = [name for name in names if not name.split()[0].endswith(("dp1", "tp1", "cp1", "pp1"))]
     layout += ["sp"] if sequence else []
     for section in (cut, fsdp, speed, megatron, dynamo, keys):
-        section.leave(IDLE, {})
+        section.classify_rest(IDLE, {})
     keys.row("model, data, learning rate", None, "open", "set model, data, optimizer.lr, batch and steps")
     return {
         "version": 1,

@@ -149,7 +149,7 @@ class _Reader:
         }
         keep = self.keys.positive_int("keep_last_n_checkpoints", "checkpoint.keep_last") if self.neox else None
         found["checkpoint"] |= {"keep_last": keep} if keep else {}
-        self.keys.leave(IDLE, OPEN)
+        self.keys.classify_rest(IDLE, OPEN)
         return found, self.keys.rows
 
     def _layout(self, layers: int) -> tuple[str, int]:

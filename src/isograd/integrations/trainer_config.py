@@ -105,7 +105,7 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
     for name in [trackers] if isinstance(trackers, str) else trackers:
         if name in ("wandb", "mlflow", "trackio", "tensorboard"):
             _put(found, f"log.{name}", True if name == "tensorboard" else "isograd")
-    keys.leave(IDLE, OPEN)
+    keys.classify_rest(IDLE, OPEN)
     return found, keys.rows
 
 

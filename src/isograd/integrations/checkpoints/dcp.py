@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from isograd.errors import CheckpointError
-from isograd.integrations.checkpoints.opcodes import PickledName, PickledObject, RefusedOpcode, said
+from isograd.integrations.checkpoints.opcodes import PickledName, PickledObject, RefusedOpcode, value_in
 from isograd.io.untrusted import FileError, open_to_read, read_bytes
 
 # What zipfile raises for damaged files; a password that is asked for is a RuntimeError.
@@ -87,7 +87,7 @@ class DcpFolder:
     def __init__(self, place: str | Path) -> None:
         self.place = Path(place)
         try:
-            described = said(read_bytes(self.place / DESCRIPTION, LARGEST), KNOWN)
+            described = value_in(read_bytes(self.place / DESCRIPTION, LARGEST), KNOWN)
             self.tensors = _tensors(described)
         except (RefusedOpcode, FileError) as error:
             raise CheckpointError(
@@ -276,7 +276,7 @@ def _tensor(data: bytes, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
             raise RefusedOpcode("a zip with packed members")
         if "data.pkl" not in inside or ("byteorder" in inside and archive.read(inside["byteorder"]) != b"little"):
             raise RefusedOpcode("no data.pkl in it, or numbers of the other byte order")
-        key, of, at, shape, strides = _rebuilt(said(archive.read(inside["data.pkl"]), PIECE))
+        key, of, at, shape, strides = _rebuilt(value_in(archive.read(inside["data.pkl"]), PIECE))
         if of != dtype or shape != sizes or f"data/{key}" not in inside:
             raise RefusedOpcode(f"a tensor {of} {list(shape)}")
         raw = bytearray(archive.read(inside[f"data/{key}"]))

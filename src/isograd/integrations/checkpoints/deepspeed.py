@@ -26,7 +26,7 @@ from torch import Tensor
 
 from isograd.errors import CheckpointError
 from isograd.integrations.checkpoints.dcp import LARGEST, MOST_ELEMENTS, OF_ZIPS, _numbers, _rebuilt
-from isograd.integrations.checkpoints.opcodes import PickledObject, RefusedOpcode, said
+from isograd.integrations.checkpoints.opcodes import PickledObject, RefusedOpcode, value_in
 from isograd.io.untrusted import FileError, open_to_read, read_text
 
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_optim_states\.pt")
@@ -184,7 +184,7 @@ class _Saved:
                 if file.read(self._inside["byteorder"][1]) != b"little":
                     raise RefusedOpcode(f"{path.name}: numbers of the other byte order")
             file.seek(start)
-            self.value = _dict(said(file.read(length), None))
+            self.value = _dict(value_in(file.read(length), None))
 
     def flat(self, value: Any) -> _Flat:
         """A tensor whose elements lie one after another."""

@@ -48,7 +48,7 @@ IDLE = ("PROTO", "FRAME", "STOP")
 TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
-def said(data: bytes, known: Collection[str] | None) -> Any:
+def value_in(data: bytes, known: Collection[str] | None) -> Any:
     """The value that a pickle describes. known: the full names of the classes and functions that it may name;
     None: any, of which nothing is made either, and what is added to them is dropped."""
     machine = _Machine(known)

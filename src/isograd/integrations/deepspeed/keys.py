@@ -145,18 +145,18 @@ class Keys:
             value = {}
         return Keys(dict(value), self.rows, f"{self.place}{name}.")
 
-    def leave(self, idle: Mapping[str, str], open_: Mapping[str, str]) -> None:
+    def classify_rest(self, idle: Mapping[str, str], open_: Mapping[str, str]) -> None:
         """The fate of all keys that are left. A name of a table that ends in _ stands for all that begin so."""
 
-        def said(table: Mapping[str, str], name: str) -> str | None:
+        def reason(table: Mapping[str, str], name: str) -> str | None:
             return table.get(name) or next((v for k, v in table.items() if k[-1:] == "_" and name.startswith(k)), None)
 
         for name, value in self.values.items():
-            if why := said(idle, name):
+            if why := reason(idle, name):
                 self.row(name, value, "meaningless", why)
             elif value in (False, 0, "", "none", "no", "NO", [], {}):
                 self.row(name, value, "meaningless", "is off")
-            elif why := said(open_, name):
+            elif why := reason(open_, name):
                 self.row(name, value, "open", why)
             else:
                 self.row(name, value, "refused", f"unknown{did_you_mean(name, [*self.asked, *idle, *open_])}")
