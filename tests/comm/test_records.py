@@ -138,7 +138,7 @@ def trained(mesh: Mesh, case: Case, folder: Path) -> None:
 def saved(engine: Engine, folder: Path) -> None:
     """What ranks say to each other until a checkpoint is copied. How often they ask whether it is written depends on
     time; and in an imagined world the other ranks write theirs later, or never."""
-    with mock.patch("isograd.checkpoint.manager.secrets.token_hex", lambda _: "a job"):
+    with mock.patch("isograd.checkpoint.folder.job_name", lambda: "a job"):
         keeper = ig.checkpoint.CheckpointManager(folder, engine)
     keeper.save(1)
     writing = keeper._writing
