@@ -15,6 +15,7 @@ from isograd.plan import machine
 from isograd.plan.memory import TIGHT
 from isograd.train.reading import load
 from isograd.train.resources import work_of
+from tests.sizes import few
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PLANNED = ("qwen3-0.6b", "llama-1b", "qwen3-8b", "llama-8b", "llama-70b")
@@ -40,14 +41,14 @@ def lines(name: str) -> list[str]:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", few(PLANNED, slow=["qwen3-8b", "llama-70b"]))
 def test_the_layouts_of_a_recipe_are_those_that_plan_finds(name: str) -> None:
     text = (RECIPES / f"{name}.yaml").read_text()
     assert re.findall(r"^#   .. H100: .*$", text, re.M) == lines(name)
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", PLANNED[:4])
+@pytest.mark.parametrize("name", few(PLANNED[:4], slow=["llama-1b", "qwen3-8b"]))
 def test_a_recipe_is_rehearsed_under_its_own_layout(name: str, capsys) -> None:
     assert main(["rehearse", str(RECIPES / f"{name}.yaml"), "--micro-batches", "1"]) == 0
     assert "all messages match" in capsys.readouterr().out

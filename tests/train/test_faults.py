@@ -36,6 +36,7 @@ from isograd.train.language import LanguageTask
 from isograd.train.run import peers
 from isograd.train.run.watchdog import STALLED
 from tests.checkpoint import toys
+from tests.sizes import few
 from tests.train.test_loop import QUIET, config_of, losses
 
 # -- a flipped bit ---------------------------------------------------------------------------------------------------
@@ -406,7 +407,7 @@ def everyone(pid: int) -> list[int]:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("stays", few([False, True], slow=[False]))
 def test_a_job_that_is_suspended_goes_on_and_a_rank_that_stays_behind_is_found(
     text: Path, tmp_path: Path, stays: bool
 ) -> None:

@@ -26,6 +26,7 @@ from isograd.train.config import Config
 from isograd.train.loop import RunOptions
 from isograd.train.optimizers import LearningRateSchedule
 from isograd.train.tasks import make_task
+from tests.sizes import few
 from tests.train.test_preference import pairs
 
 peft = pytest.importorskip("peft")
@@ -276,7 +277,7 @@ def dies(step: int, job: Any) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("task", ["chat", "preference"])
+@pytest.mark.parametrize("task", few(["chat", "preference"], slow=["preference"]))
 def test_adapters_of_a_run_that_was_killed_and_stopped_are_those_of_one_that_was_not(
     worlds, tmp_path: Path, task: str
 ) -> None:
@@ -346,7 +347,7 @@ def test_a_class_that_the_own_decoder_does_not_know_trains_whole(worlds, tmp_pat
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("layout", ["dp1", "dp2 zero3"])
+@pytest.mark.parametrize("layout", few(["dp1", "dp2 zero3"], slow=["dp1"]))
 def test_compiled_layers_of_transformers_train_as_eager_ones_do(worlds, tmp_path: Path, layout: str) -> None:
     """By inductor, in fp32: sums in another order, and nothing else."""
     from transformers import AutoModelForCausalLM

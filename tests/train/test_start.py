@@ -15,6 +15,7 @@ import pytest
 from isograd.cli.main import main
 from isograd.errors import LaunchError
 from isograd.train.loop import RunOptions
+from tests.sizes import few
 from tests.train.test_command import SMALL
 
 
@@ -25,12 +26,17 @@ def config(tmp_path: Path, text: Path) -> Path:
     return file
 
 
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+
+
 def lives(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", few([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], slow=[signal.SIGINT, signal.SIGHUP])
+)
 def test_a_signal_to_the_group_while_ranks_start_ends_the_run_before_its_first_step(
     config: Path, number: signal.Signals
 ) -> None:
