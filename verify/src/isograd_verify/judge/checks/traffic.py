@@ -144,7 +144,7 @@ def reduced_in_half(analysis: Analysis) -> list[Collective]:
         e
         for rank in range(analysis.world)
         for e in _collectives(analysis, rank)
-        if e.op in ("all_reduce", "reduce_scatter", "reduce")
+        if e.op in REDUCING
         and e.dtype in HALF
         and e.phase != "forward"
         and e.numel > 1
