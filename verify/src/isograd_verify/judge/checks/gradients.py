@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 from isograd_verify import tolerances
 from isograd_verify.judge import patterns
-from isograd_verify.judge.analysis import ELSEWHERE, REDUCING, Analysis, Observed
+from isograd_verify.judge.analysis import ELSEWHERE, Analysis, Observed
 from isograd_verify.judge.checks.norms import clipped_apart
 from isograd_verify.judge.checks.traffic import reduced_in_half, reductions
 from isograd_verify.judge.contributions import Fit
 from isograd_verify.judge.naming import bug_of, class_of, classes_of
 from isograd_verify.judge.patterns import Symptom
 from isograd_verify.record.axes import DATA
-from isograd_verify.record.events import Collective, Key, Rewritten
+from isograd_verify.record.events import REDUCING, Collective, Key, Rewritten
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd_verify.tell.wording import axis_over, finding, group_sizes, labelled, meanings, other_cuts, spell, spread
 

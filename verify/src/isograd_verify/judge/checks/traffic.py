@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 
-from isograd_verify.judge.analysis import REDUCING, Analysis
+from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.axes import DATA, Axes
-from isograd_verify.record.events import Collective, Draw, RowSums, Step
+from isograd_verify.record.events import REDUCING, Collective, Draw, RowSums, Step
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd_verify.tell.wording import axis_over, finding, spell
 
