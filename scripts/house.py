@@ -61,7 +61,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_569,
+    "isograd, lines": 51_585,
     "isograd-verify, lines": 17_906,
     "comm + engine, lines": 9_262,
     "arrows between packages": 132,

@@ -74,7 +74,7 @@ def lines(path: Path, *values: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_lines_that_are_left_out_are_counted_by_reason(tmp_path, tokenizer, capsys, workers):
     """After some shards, every second line is bad. The tokens are those of a file of the good ones alone."""
     bad = [line for some in BAD.values() for line in some]

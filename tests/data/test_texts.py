@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from isograd.data.manifest import InputFile, Recipe, Vocabulary
 from isograd.data.texts import InputPart, cut, find_inputs, read
 from isograd.errors import DataError
+from tests.sizes import few
 
 BYTES = Vocabulary("bytes", None, 257, 256)
 
@@ -213,7 +214,9 @@ def test_a_sparse_file_of_128_gb_is_refused_at_once(tmp_path: Path, name: str) -
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("form", ["stored once", "stored once, in lists", "packed", "nothing, often"])
+@pytest.mark.parametrize(
+    "form", few(["stored once", "stored once, in lists", "packed", "nothing, often"], slow=["nothing, often"])
+)
 def test_a_parquet_file_that_opens_to_far_more_than_it_is_is_refused(tmp_path: Path, form: str) -> None:
     """523 bytes opened to 600 MB."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

@@ -257,9 +257,12 @@ def sequences(first: int, count: int, terms: bool = True) -> None:
             raise AssertionError(f"seed {seed}, zero{steps.zero} {steps.options}, {steps.log}: {error!r}") from error
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_random_sequence_gives_the_gradient_of_its_definition_or_is_refused(worlds, ranks: int) -> None:
-    worlds(ranks).run(partial(sequences, 100 * ranks, 35 if ranks < 4 else 24))
+MORE = [pytest.param(ranks, count, marks=pytest.mark.slow) for ranks, count in ((2, 35), (3, 35), (4, 24))]
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 35), (2, 14), (3, 14), *MORE])
+def test_a_random_sequence_gives_the_gradient_of_its_definition_or_is_refused(worlds, ranks: int, count: int) -> None:
+    worlds(ranks).run(partial(sequences, 100 * ranks, count))
 
 
 def test_a_rank_that_has_settled_settles_again_when_another_rank_has_more(worlds) -> None:

@@ -5,7 +5,7 @@ Every case trains two steps at zero1, at zero3 and at zero3 with keep_gathered, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -238,7 +238,10 @@ def compile_around(model: Chain) -> None:
         model.blocks[number] = torch.compile(block, backend="aot_eager")
 
 
-@pytest.mark.parametrize(("prepare", "before"), [(compile_in_place, False), (compile_around, True)])
+AROUND = pytest.param(compile_around, True, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("prepare", "before"), [(compile_in_place, False), AROUND])
 def test_compiled_blocks_train_as_eager_ones_do(worlds, prepare: Any, before: bool) -> None:
     play = PLAYS["in order"]
     assert_right(worlds(2).run(all_variants, play, prepare, before), play)
@@ -497,10 +500,10 @@ def interleaved(layout: str, pattern: str, options: dict[str, Any]) -> dict[str,
     return {name: g.clone() for name, g in engine.grads().items()}
 
 
-def every_interleaving() -> list[str]:
+def interleavings(numbers: Sequence[int]) -> list[str]:
     """Patterns of synced (s) and unsynced (n) backwards in which zero3 differs from a lower stage."""
     unlike = []
-    for number in range(8):
+    for number in numbers:
         pattern = "".join("sn"[number >> j & 1] for j in range(3))
         runs = {
             layout + str(options): interleaved(layout, pattern, options)
@@ -511,8 +514,9 @@ def every_interleaving() -> list[str]:
     return unlike
 
 
-def test_synced_and_unsynced_backwards_mix_as_at_the_other_stages(worlds) -> None:
-    assert worlds(2).run(every_interleaving) == [[], []]
+@pytest.mark.parametrize("numbers", [(2, 5), pytest.param(range(8), marks=pytest.mark.slow, id="all")])
+def test_synced_and_unsynced_backwards_mix_as_at_the_other_stages(worlds, numbers: Sequence[int]) -> None:
+    assert worlds(2).run(interleavings, numbers) == [[], []]
 
 
 class InPlace(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
 from isograd.hf import attach, shard
+from tests.sizes import sized
 
 VOCAB = 61
 COMMON = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -35,6 +37,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LAYOUTS = ["cp2 ulysses zero2", "cp2 ring", "cp3 ring zero1", "cp4 ulysses2", "cp4 ulysses", "dp2 cp2 ring zero1"]
 KINDS = ["first labels only", "packed", "checkpoint", "reentrant checkpoint", "one row"]
+FAMILIES = [  # each family under two layouts, and each layout with two families; all others in `make full`
+    pytest.param(name, layout, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
+    for i, name in enumerate(MODELS)
+    for j, layout in enumerate(LAYOUTS)
+]
+BATCHES = list(
+    product(
+        ["qwen3", "neox", "narrow"],
+        ["cp2 ulysses zero2", "cp3 ring zero1", "cp4 ulysses2", "dp2 cp2 ring zero1"],
+        KINDS,
+    )
+)
 
 
 def made(name: str, **more: Any) -> Any:
@@ -152,15 +166,12 @@ def prove(worlds: Any, name: str, layout: str, kind: str) -> list[dict[str, Tens
     return every
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "layout"), FAMILIES)
 def test_every_family_has_the_gradients_of_one_device(worlds, name: str, layout: str) -> None:
     prove(worlds, name, layout, "plain")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["cp2 ulysses zero2", "cp3 ring zero1", "cp4 ulysses2", "dp2 cp2 ring zero1"])
-@pytest.mark.parametrize("name", ["qwen3", "neox", "narrow"])
+@pytest.mark.parametrize(("name", "layout", "kind"), sized(BATCHES, tuple, lambda case: False))
 def test_and_so_it_has_in_every_kind_of_batch(worlds, name: str, layout: str, kind: str) -> None:
     every = prove(worlds, name, layout, kind)
     if kind == "first labels only":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +145,41 @@ def test_the_documented_loop_has_the_gradients_of_one_device(worlds) -> None:
 def test_loaders_of_different_lengths_are_named_on_all_ranks(worlds) -> None:
     for _, _, said in worlds(2).run(documented_loop, True):
         assert "loaders of sequence ranks [0]" in said
+
+
+def a_loader_that_raises(odd: bool) -> list[str]:
+    """On rank 1, or a batch that holds no tensor; and a loader that is right, after it."""
+    deepspeed.init_distributed()
+    mpu = deepspeed.UlyssesSPAttentionHF.register_with_transformers("any", "sdpa", 2, 1)
+    assert mpu is not None
+    rank, group = mpu.get_sequence_parallel_rank(), mpu.get_sequence_parallel_group()
+
+    def batches() -> Iterator[dict[str, Any]]:
+        yield rows_of(rank)
+        if rank == 1 and odd:
+            yield {"text": "a"}
+        if rank == 1:
+            raise OSError("no such shard")
+        yield rows_of(rank)
+
+    said = []
+    for loader in (batches(), [rows_of(rank)] * 2):
+        count = 0
+        try:
+            for _ in deepspeed.UlyssesSPDataLoaderAdapter(loader, rank, group, 2):
+                count += 1
+        except (OSError, IntegrationError) as error:
+            said.append(str(error))
+        said.append(str(count))
+    return said
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_loader_that_raises_is_told_to_all_ranks(worlds, odd: bool) -> None:
+    first, second = worlds(2).run(a_loader_that_raises, odd)
+    assert first[1:] == second[1:] == ["2", "4"]
+    assert "{1: " in first[0] and ("are no tensors" if odd else "OSError: no such shard") in first[0]
+    assert ("are no tensors" if odd else "no such shard") in second[0]
 
 
 @pytest.mark.parametrize("script", ["deepspeed_5664.py", "deepspeed_5248.py", "deepspeed_1902.py"])

@@ -15,6 +15,7 @@ from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import ModelError
 from isograd.models import Transformer, TransformerConfig, preset
+from tests.sizes import few
 
 LAYOUTS = ["cp2 ulysses", "cp2 ring", "cp3 ring", "cp4 ulysses2", "cp2 ulysses tp2 sp", "dp2 cp2 ring zero1"]
 CONFIG = TransformerConfig(vocab=53, hidden=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp=31, dropout=0.1)
@@ -67,7 +68,7 @@ def test_gradients_are_one_devices(worlds, layout: str, how: str) -> None:
         close(found, expected)
 
 
-@pytest.mark.parametrize("layout", ["cp2 ulysses", "cp2 ring"])
+@pytest.mark.parametrize("layout", few(["cp2 ulysses", "cp2 ring"], slow=["cp2 ulysses"]))
 def test_compiled_blocks_have_the_gradients_of_one_device(worlds, layout: str) -> None:
     expected = worlds(1).run(gradients, "1", "compile")[0]
     for found in worlds(2).run(gradients, layout, "compile"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -73,8 +74,11 @@ def gradients(layout: str, name: str, how: str) -> dict[str, Tensor]:
     return {n: g.clone() for n, g in engine.grads().items()}
 
 
-@pytest.mark.parametrize("layout", ["1", "dp2", "dp2 zero3", "tp2", "tp2 sp"])
-@pytest.mark.parametrize("how", ["recompute", "compile"])
+WAYS = ["dp2", "1", "tp2", "dp2 zero3", "tp2 sp"]
+COMPILED = [pytest.param(layout, "compile", marks=pytest.mark.slow if layout in WAYS[:3] else ()) for layout in WAYS]
+
+
+@pytest.mark.parametrize(("layout", "how"), [*product(WAYS, ["recompute"]), *COMPILED])
 def test_recomputed_and_compiled_blocks_have_the_gradients_of_plain_ones(worlds, layout: str, how: str) -> None:
     world = worlds(Mesh.unbound(layout).layout.world_size)
     name = "tiny-gpt2" if how == "recompute" else "tiny-llama"

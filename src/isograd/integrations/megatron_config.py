@@ -360,6 +360,7 @@ class _Reader:
         rows = self.number("lr_warmup_samples", "optimizer.warmup", 0.0)
         found["warmup"] = math.ceil(share * steps) if share else int(warmup or rows // batch)
         self.keys.take("lr_warmup_init", "0, where a warmup begins here", lambda v: v == 0, 0, "optimizer.warmup")
+        self.keys.take("rampup_batch_size", "absent: a batch is constant here", lambda v: not v, None, "batch")
         return found
 
 

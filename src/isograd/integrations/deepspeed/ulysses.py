@@ -144,23 +144,38 @@ class UlyssesSPDataLoaderAdapter:
     def __iter__(self) -> Iterator[_Rows]:
         own, group = iter(self.dl), _group(self.sp_group)
         while True:
-            of_all = _of_all(next(own, None), group)
+            raised: Exception | None = None
+            try:
+                batch = _of_tensors(next(own, None))
+            except Exception as error:
+                batch, raised = None, error
+            of_all = _of_all(batch, "" if raised is None else f"{type(raised).__name__}: {raised}", group)
+            if raised is not None:
+                raise raised
+            if failed := {rank: said for rank, said in enumerate(of_all) if isinstance(said, str)}:
+                _refuse(f"a loader that raised, by sequence rank: {failed}", "batches, or the end, on every rank")
             if any(batch is None for batch in of_all):
                 ended = [rank for rank, batch in enumerate(of_all) if batch is None]
                 if len(ended) < len(of_all):
                     _refuse(f"loaders of sequence ranks {ended} that ended before the others", "as many batches each")
                 return
-            for batch in filter(None, of_all):
+            for batch in (one for one in of_all if isinstance(one, dict)):
                 yield _Rows({name: value.to(self.device) for name, value in batch.items()})
 
 
-def _of_all(batch: Mapping[str, Tensor] | None, group: Group) -> list[dict[str, Tensor] | None]:
-    """The batch of every rank of a group; None of one whose loader has ended."""
-    found = {} if batch is None else dict(batch)
-    if odd := [name for name, value in found.items() if not isinstance(value, Tensor)]:
+def _of_tensors(batch: Mapping[str, Any] | None) -> Mapping[str, Tensor] | None:
+    if odd := [name for name, value in (batch or {}).items() if not isinstance(value, Tensor)]:
         _refuse(f"a batch whose {odd} are no tensors", "tensors alone")
+    return batch
+
+
+def _of_all(batch: Mapping[str, Tensor] | None, failed: str, group: Group) -> list[dict[str, Tensor] | str | None]:
+    """The batch of every rank of a group; None of one whose loader has ended, a text of one that raised."""
+    found = {} if batch is None else dict(batch)
     about = [[name, str(value.dtype)[6:], list(value.shape)] for name, value in found.items()]
-    head = torch.frombuffer(bytearray(json.dumps(None if batch is None else about).encode()), dtype=torch.uint8)
+    head = torch.frombuffer(
+        bytearray(json.dumps(failed or (None if batch is None else about)).encode()), dtype=torch.uint8
+    )
     rows = [value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for value in found.values()]
     flat = torch.cat([head, *rows]).to(raw.device())
     sizes = raw.gather_list(torch.tensor([len(head), len(flat)], device=flat.device), group)
@@ -168,10 +183,10 @@ def _of_all(batch: Mapping[str, Tensor] | None, group: Group) -> list[dict[str, 
     return [_batch(one.cpu(), int(size[0])) for one, size in zip(raw.gather_list(padded, group), sizes, strict=True)]
 
 
-def _batch(flat: Tensor, head: int) -> dict[str, Tensor] | None:
+def _batch(flat: Tensor, head: int) -> dict[str, Tensor] | str | None:
     about = json.loads(bytes(flat[:head].numpy()))
-    if about is None:
-        return None
+    if about is None or isinstance(about, str):
+        return about
     found = {}
     for name, kind, shape in about:
         dtype = getattr(torch, kind)
