@@ -233,8 +233,8 @@ def pairs_of(i: Tensor, t: Tensor, scale: Tensor, bias: Tensor, same: bool) -> T
     return -F.logsigmoid(sign * (scale * i @ t.T + bias)).sum() / len(i)
 
 
-def ring(steps: int = 5) -> None:
-    """SigLIP: a rank's images beside the texts of all ranks, which travel around."""
+def ring(detached: bool = False, steps: int = 5) -> None:
+    """SigLIP: a rank's images beside the texts of all ranks, which travel around. `detached`: without their graph."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Towers())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -245,7 +245,7 @@ def ring(steps: int = 5) -> None:
         i, t, scale, bias = model(images, texts)
         loss = pairs_of(i, t, scale, bias, True)
         for _ in range(world - 1):
-            t = Shift.apply(t)
+            t = shifted(t.detach(), 1) if detached else Shift.apply(t)
             loss = loss + pairs_of(i, t, scale, bias, False)
         loss.backward()
         optimizer.step()

@@ -100,6 +100,12 @@ def test_the_catalogue_for_readers_tells_every_documented_bug() -> None:
     assert set(re.findall(r"^\| `([a-z0-9-]+)` \|", text, re.MULTILINE)) >= DOCUMENTED
 
 
+def test_the_pages_for_readers_count_what_is_planted() -> None:
+    root = Path(__file__).parents[2]
+    for page in ("README.md", "docs/status.md"):
+        assert re.findall(r"(\d+) planted bugs", (root / page).read_text()) == [str(len(EVERY))]
+
+
 def test_every_bug_that_is_planted_has_its_cause_and_place_in_the_catalogue() -> None:
     assert {what.bug for what in EVERY.values()} <= set(catalogue.BUGS)
     for known in catalogue.BUGS.values():

@@ -274,7 +274,7 @@ def _run(options: argparse.Namespace) -> int:
             again = partial(beside.judged, home, command, stall=options.stall, replay=replay is not None)
             report.subjects = [again(subject=subject) for subject in report.subjects]
         elif one and own:
-            left = "not compared with one device: the program failed"
+            left = "not compared with one device: the first run is not whole"
             report.subjects[0].findings.append(Finding(NOTE, "", left))
         verdict = _tell(report, options)
         if options.record:

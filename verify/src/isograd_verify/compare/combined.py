@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from isograd_verify import tolerances
+from isograd_verify.compare.loss_terms import same_loss
 from isograd_verify.compare.same_data import contents, same_data
 from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, own_factor, shares
 from isograd_verify.compare.values import whole_values
@@ -182,10 +183,10 @@ def weights_stayed(candidate: Recording, alone: Recording, again: list[Again]) -
     for one in again:
         now = one.about.parameters
         added = {path.partition("/")[2] for path in one.record.group(one.step, "part")}
-        learn = sorted(added & frozen)
+        learn = sorted((added & frozen) | ({n for n, about in now.items() if not about.trainable} - frozen))
         if learn:
             raise NoReference(
-                f"{listed(learn)} do not learn in the first step and do in later ones, where its data were replayed",
+                f"{listed(learn)} learn in some steps and not in others, and data were replayed in one of the others",
                 SAME_DATA,
             )
         moved = [
@@ -246,15 +247,12 @@ def same_outputs(candidate: Recording, again: list[Again]) -> None:
 
 
 def same_losses(candidate: Recording, again: list[Again]) -> None:
-    """One device, given the rows of all ranks together, computes the loss that the ranks have computed: the mean over
-    them, their sum, or the mean times their number, as where each rank's backward is of its own rows."""
+    """One device, given the rows of all ranks together, computes the loss that the ranks have computed."""
     ranks = distinct(candidate, again[0].of)
     for one in again:
         ours = float(one.record.tensors(one.step)["loss"])
         theirs = [float(candidate.ranks[rank].tensors(one.of)[f"root/{one.micro}"]) for rank in ranks]
-        size = max(map(abs, (ours, *theirs)))
-        limit = _limit(one)
-        if min(abs(sum(theirs) / len(ranks) ** power - ours) for power in (0, 1, 2)) > limit * size:
+        if not same_loss(ours, theirs, _limit(one)):
             raise NoReference(
                 f"the loss of micro-batch {one.micro} is {ours:.6g} where one device is given the rows of all ranks, "
                 f"and {', '.join(f'{value:.6g}' for value in theirs)} on the ranks",

@@ -17,7 +17,7 @@ from isograd_verify import tolerances
 from isograd_verify.compare.classes import Fitted, fit_all, kind_findings, shifts
 from isograd_verify.compare.diagnose import diagnose
 from isograd_verify.compare.divergence import first_divergence
-from isograd_verify.compare.loss_terms import other_amounts
+from isograd_verify.compare.loss_terms import backward_alone, other_amounts
 from isograd_verify.compare.numerics import Noise
 from isograd_verify.compare.placement import Place, Value, place
 from isograd_verify.compare.routing import ADVICE, without_flips
@@ -107,6 +107,9 @@ def merged(explained: list[Finding], free: list[Finding], again: bool = False) -
         extra.append(f)
     hurt = tuple(sorted({t for f in explained if f.bug == "" for t in f.tensors}))
     out = [replace(f, tensors=hurt) if f.bug == "cut-graph" and not f.tensors else f for f in out]
+    extra = [
+        replace(f, tensors=tuple(sorted({*f.tensors, *hurt}))) if f.bug == "positions-restart" else f for f in extra
+    ]
     return without_consequences([*extra, *out] if any(f.bug for f in extra) else [*out, *extra])
 
 
@@ -182,10 +185,11 @@ def _step(
             analysis, reference, step, expected, wrong, {*(t.name for t in compared), *unplaced} - null
         )
         found += told
+        names_of = tuple(sorted(t.name for t in wrong))
         if strange:
-            found += other_amounts(analysis, theirs, tuple(sorted(t.name for t in wrong)))
+            found += other_amounts(analysis, theirs, names_of)
         if strange and not any(f.bug for f in found if f.verdict == BUG):
-            found += first_divergence(reference, candidate)
+            found += first_divergence(reference, candidate) or backward_alone(analysis, reference, names_of, limit)
     found += _losses(reference, candidate, step, subject, limit)
     found += _norms(reference, candidate, step, bool(wrong), max(tolerances.NORM, limit))
     if (

@@ -21,7 +21,7 @@ from isograd_verify.compare.placement import Value, projected
 from isograd_verify.compare.values import contributions, folded, sides
 from isograd_verify.judge import patterns
 from isograd_verify.judge.analysis import Analysis, Observed
-from isograd_verify.judge.checks.gradients import outside_wrapper
+from isograd_verify.judge.checks.gradients import never_summed
 from isograd_verify.judge.checks.norms import clipped_apart
 from isograd_verify.judge.checks.traffic import reductions
 from isograd_verify.judge.contributions import Fit, fit
@@ -141,8 +141,8 @@ def _finding(
     bug = bug_of(symptom, names, everything, group_sizes(analysis.recording), of)
     if bug == "cut-graph" and everything and not reductions(analysis):
         bug = "nosync-missing"
-    if not bug and symptom.kind == patterns.UNREDUCED and outside_wrapper(analysis, names):
-        bug = "outside-wrapper"
+    if not bug and symptom.kind == patterns.UNREDUCED:
+        bug = never_summed(analysis, names)
     if bug == "ulysses-scale" and symptom.value > 1 and reduced_twice(analysis):
         bug = "reduced-twice"
     axis, said = _said(analysis, symptom, words)
@@ -319,17 +319,23 @@ def _by_shape(found: Value | None, expected: Value | None) -> tuple[Symptom, dic
     if mine is None or theirs is None:
         return strange
     size = float(theirs.norm()) or 1.0
-    row_error = (mine - theirs).norm(dim=1)
-    right = row_error <= tolerances.ROW * size / len(mine) ** 0.5
-    if bool(right.any()) and not bool(right.all()):
-        bad = (~right).nonzero().flatten().tolist()
+    least = tolerances.ROW * size / len(mine) ** 0.5
+    used = theirs.norm(dim=1) > least  # else zero on both sides: ids that do not occur, key biases
+    right, wrong = (((mine - theirs).norm(dim=1) <= least) == is_right for is_right in (True, False))
+    silent, last = (mine.norm(dim=1) == 0).nonzero().flatten().tolist(), int(used.sum())
+    first = silent[0] if silent else 0
+    if bool(used[:last].all()) and silent == [*range(first, len(mine))] and 1 < first < last and last % first == 0:
+        words = f"rows {first}-{last - 1} have a gradient on one device only, as if ids began at 0 on each rank"
+        return Symptom(patterns.RESTARTED), {}, words
+    if bool((right & used).any()) and bool(wrong.any()):
+        bad = wrong.nonzero().flatten().tolist()
         rows = (
             f"{bad[0]}-{bad[-1]}" if bad == list(range(bad[0], bad[-1] + 1)) else f"{listed([str(b) for b in bad], 4)}"
         )
         return (
             Symptom(ROWS),
             {},
-            f"right in {int(right.sum())} of {len(mine)} rows, wrong in rows {rows}: cuts disagree",
+            f"right in {int((right & used).sum())} of {len(mine)} rows, wrong in rows {rows}: cuts disagree",
         )
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         permuted = _same_numbers(mine.flatten(), theirs.flatten(), size)

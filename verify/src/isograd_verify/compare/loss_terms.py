@@ -1,11 +1,18 @@
-"""Compares the terms of a loss with the reference's: how much each adds to the loss that is optimised."""
+"""Compares the loss with the reference's: how much each of its terms adds to it, and whether it is the same where
+gradients are not."""
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
+from isograd_verify.judge.checks.adjoints import unjudged
 from isograd_verify.judge.terms import amounts, too_often
-from isograd_verify.tell.findings import BUG, Finding
+from isograd_verify.record.events import Backward, Collective, Draw
+from isograd_verify.record.recording import Recording
+from isograd_verify.tell.findings import BUG, Finding, listed
 from isograd_verify.tell.wording import finding
 
 
@@ -32,3 +39,66 @@ def other_amounts(analysis: Analysis, reference: Analysis, wrong: tuple[str, ...
             bars = (("reference", 1.0), ("here", factor))
             found.append(finding(BUG, bug, sentence, tensors=wrong, axis=axis, coefficients=bars))
     return found
+
+
+def same_loss(ours: float, theirs: list[float], limit: float) -> bool:
+    """Whether one device has the loss that ranks have: the mean over them, their sum, or the mean times their number,
+    as where each rank's backward is of its own rows."""
+    size = max(map(abs, (ours, *theirs)))
+    return min(abs(sum(theirs) / len(theirs) ** power - ours) for power in (0, 1, 2)) <= limit * size
+
+
+def backward_alone(analysis: Analysis, reference: Recording, wrong: tuple[str, ...], limit: float) -> list[Finding]:
+    """One device has the same loss and other gradients: something that communicates has a wrong backward, or none."""
+    step, records = analysis.step, analysis.recording.ranks
+    ours, *theirs = (record.group(step, "root") for record in (reference.ranks[0], *records))
+    if not ours or not all(theirs) or not same_loss(_sum(ours), [*map(_sum, theirs)], limit):
+        return []
+    functions = unjudged(analysis)
+    if functions:
+        names = " and ".join(dict.fromkeys(f"{call.name} at {call.site}" for call in functions))
+        sentence = (
+            f"step {step}: one device has the same loss and other gradients, and {names} communicates: its backward is "
+            "not that of its forward"
+        )
+        return [finding(BUG, "wrong-adjoint", sentence, tensors=wrong, site=functions[0].site)]
+    first = min((e.passed for e in records[0].of(Collective, step)), default=0)
+    moved = [
+        e for e in records[0].of(Collective, step)
+        if e.phase in ("forward", "other") and e.passed == first and e.numel > 1 and not e.inside
+        and e.op in ("send", "recv", "all_gather", "all_to_all", "all_reduce")
+    ]  # fmt: skip
+    if not moved:
+        return []
+    sites = " and ".join(dict.fromkeys(f"{e.op} at {e.site}" for e in moved))
+    sentence = f"step {step}: one device has the same loss and other gradients: nothing comes back through {sites}"
+    return [finding(BUG, "cut-graph", sentence, tensors=wrong, site=moved[0].site)]
+
+
+def _sum(roots: dict[str, Tensor]) -> float:
+    return sum(map(float, roots.values()))
+
+
+def own_rows(candidate: Recording, reference: Recording, found: list[Finding]) -> list[Finding]:
+    """Gradients of the program's own step on one device that are no sum of what ranks have added, although each rank
+    begins backward as one device does with that rank's rows alone, in later steps: something over the rows of a batch
+    (a mean, a deviation) was taken over each rank's own. `found` with that in the place of what has no name."""
+    strange = [f for f in found if f.verdict == BUG]
+    fed = reference.about.get("again", {})
+    several = any(len({rank for rank, *_ in of}) > 1 for of in fed.values())
+    if not strange or not several or "1" in fed or any(f.bug for f in strange):
+        return found
+    parts, truth = Analysis(candidate, 1).parts, reference.ranks[0].group(1, "sum")
+    names = tuple(sorted({name for f in strange for name in f.tensors if name in truth and parts[name]}))
+    sums = {name: torch.stack([*parts[name].values()]).sum(0) for name in names}
+    close = [n for n in names if float(torch.cosine_similarity(sums[n], truth[n], 0)) > 1 - tolerances.FACTOR]
+    if not names or close or any(record.of(Draw, 1) for record in candidate.ranks):
+        return found
+    site = next((e.loss or e.site for e in candidate.ranks[0].of(Backward, 1)), "")
+    sentence = (
+        f"step 1: {listed(names)}: one device has other gradients for all rows together, and begins backward as a rank "
+        f"does where it is given the rows of that rank alone: what the loss at {site} takes over rows (a mean, a "
+        "deviation), each rank takes over its own"
+    )
+    told = finding(BUG, "statistic-unreduced", sentence, tensors=names, axis="ranks", site=site)
+    return [told, *(f for f in found if f not in strange)]

@@ -8,6 +8,8 @@ Whether that matters, the gradient of the next step tells, done again once more 
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,10 +17,11 @@ from torch import Tensor
 from isograd_verify import tolerances
 from isograd_verify.compare.shares import Again
 from isograd_verify.compare.tensorwise import block_error
-from isograd_verify.record.recording import BEHIND, Recording, load
+from isograd_verify.record.events import LabelWeight, MeanWeight
+from isograd_verify.record.recording import BEHIND, RankRecord, Recording, load
 from isograd_verify.record.sketch import dtype_name
-from isograd_verify.tell.findings import BUG, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, spell
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
+from isograd_verify.tell.wording import axis_over, finding, spell, spread
 
 STATE = "state/"
 
@@ -73,3 +76,33 @@ def moved(
     )
     tensors, axis = tuple(sorted(by)), axis_over(candidate, everyone)
     return [finding(BUG, "statistic-unreduced", sentence, tensors=tensors, axis=axis)]
+
+
+def carried(candidate: Recording, again: list[Again], found: Finding) -> Finding:
+    """What ranks weigh unequally from some step on (judge/checks/losses.py) is decided: on the same rows one device
+    weighs otherwise than the ranks, so the weight is not made of these rows, but of what each rank has carried."""
+    step = step_of(found)
+    here = [one for one in again if one.of == step and found.bug == "statistic-unreduced"]
+    both = [
+        (_weight(candidate.ranks[one.rank], step, one.micro, found.site), _weight(one.record, one.step, 0, found.site))
+        for one in here
+    ]
+    times = [theirs / ours for theirs, ours in both if ours]
+    if found.verdict != INCONCLUSIVE or spread(times) <= tolerances.FACTOR:
+        return found
+    told = (
+        f"{found.sentence.removesuffix(', or weighs its rows on purpose')}, for one device weighs these rows otherwise"
+    )
+    return replace(found, verdict=BUG, sentence=told)
+
+
+def _weight(record: RankRecord, step: int, micro: int, site: str) -> float:
+    labels = [e.low for e in record.of(LabelWeight, step) if (e.site, e.micro) == (site, micro)]
+    means = [e.weight for e in record.of(MeanWeight, step) if (e.site, e.micro) == (site, micro)]
+    return next(filter(None, [*labels, *means]), 0.0)
+
+
+def step_of(found: Finding) -> int:
+    """The step that a finding is about; 0: it does not say."""
+    step = re.match(r"step (\d+): ", found.sentence)
+    return int(step[1]) if step else 0

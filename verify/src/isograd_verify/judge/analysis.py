@@ -20,11 +20,19 @@ from torch import Tensor
 
 from isograd_verify import tolerances
 from isograd_verify.judge.contributions import Fit, fit
-from isograd_verify.record.events import Collective, ForwardInputs, Key, LabelWeight, Parameter, Step, micro_of
+from isograd_verify.record.events import (
+    REDUCING,
+    Collective,
+    ForwardInputs,
+    Key,
+    LabelWeight,
+    Parameter,
+    Step,
+    micro_of,
+)
 from isograd_verify.record.recording import Recording
 from isograd_verify.tell.wording import meanings, spread
 
-REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 INSIDE = "the optimizer sums them inside its step, where they are not read"
 ELSEWHERE = "they are copied out of the model, and an optimizer steps copies of the parameters: those are not read"
 
@@ -418,6 +426,7 @@ def put_back(analysis: Analysis) -> tuple[str, ...]:
         or not known
         or spread(known) > tolerances.FACTOR
         or _factors(analysis, known[0], after)
+        or _parted(analysis, sums)
     ):
         return ()
     analysis.sums = sums
@@ -439,6 +448,17 @@ def _coefficients(analysis: Analysis, sums: list[dict[str, Tensor]]) -> dict[str
         same = values and None not in values and spread(v for v in values if v is not None) <= tolerances.FACTOR
         found[name] = values[0] if same else None
     return found
+
+
+def _parted(analysis: Analysis, before: list[dict[str, Tensor]]) -> bool:
+    """Whether copies of a gradient were equal before the change, and are no longer."""
+    groups = [(name, ranks) for name in analysis.names for ranks in analysis.replica_sets(name)]
+    held = [[[sums[r].get(name) for r in ranks] for sums in (before, analysis.sums)] for name, ranks in groups]
+    return any(_equal(early) and not _equal(late) for early, late in held)
+
+
+def _equal(copies: list[Tensor | None]) -> bool:
+    return all(one is not None and copies[0] is not None and torch.equal(one, copies[0]) for one in copies)
 
 
 def _factors(analysis: Analysis, before: float, after: dict[str, float | None]) -> bool:

@@ -15,13 +15,18 @@ from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding
 DRIFT = frozenset({"replicas-differ"})
 UNREDUCED = frozenset({
     "nosync-missing", "norm-unreduced", "qknorm-unreduced", "kv-replica-unreduced", "router-unreduced", "wrong-group",
-    "adapter-unreduced", "shared-gate", "ep-copies-drift", "outside-wrapper",
+    "adapter-unreduced", "shared-gate", "ep-copies-drift", "outside-wrapper", "tie-unreduced",
 })  # fmt: skip
 # "": a symptom that fits no known bug.
 LATER_STEPS = (
     frozenset({"", "order", "clip-per-rank", "norm-counts-replicas", "non-finite", "cut-graph"}) | DRIFT | UNREDUCED
 )
 NO_PATTERN = frozenset({"", "norm-unreduced", "nosync-missing", "outside-wrapper"}) | DRIFT
+
+SPOILING = (
+    "bias-n-times", "bias-twice", "ulysses-permute", "border-labels-lost", "positions-restart", "wrong-adjoint",
+    "bf16-accumulation",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,10 @@ CONSEQUENCES: dict[str, Row] = {
         Row(hides=DRIFT | {"gather-backward-sum"}, spoils=NO_PATTERN | {"gather-backward-sum"}),
     ),
     **dict.fromkeys(("bias-per-micro", "recompute-flip"), Row(hides=LATER_STEPS, spoils=NO_PATTERN)),
-    "bias-twice": Row(spoils=NO_PATTERN),
     "norm-omits-experts": Row(hides=DRIFT | {"clip-per-rank"}),
     "gather-cut": Row(hides=DRIFT | {"cut-graph"}, spoils=NO_PATTERN),
     "bf16-reduction": Row(spoils=NO_PATTERN, knows_line=True),
-    "bias-n-times": Row(spoils=NO_PATTERN),
-    "ulysses-permute": Row(spoils=NO_PATTERN),
-    "border-labels-lost": Row(spoils=NO_PATTERN),
+    **dict.fromkeys(SPOILING, Row(spoils=NO_PATTERN)),
     "mean-of-means": Row(on_purpose=True),
     "clip-per-rank": Row(factor_only=True),
     "norm-counts-replicas": Row(factor_only=True),

@@ -12,9 +12,9 @@ from itertools import pairwise
 from isograd_verify import tolerances
 from isograd_verify.record.events import Key, use_of
 
-SCALED, UNREDUCED, OTHER_CUTS, LAST_ONLY, LOST, USE_LOST, REREDUCED, REDIVIDED, PER_TOKEN, CLIPPED, MIXED = (
+SCALED, UNREDUCED, OTHER_CUTS, LAST_ONLY, LOST, USE_LOST, REREDUCED, REDIVIDED, PER_TOKEN, CLIPPED, MIXED, RESTARTED = (
     "scaled", "unreduced", "other cuts", "last micro-batch only", "micro-batches lost", "a use lost", "reduced again",
-    "divided again", "mean of means", "clipped apart", "mixed",
+    "divided again", "mean of means", "clipped apart", "mixed", "restarted",
 )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 
 from isograd_verify import tolerances
-from isograd_verify.judge.analysis import REDUCING, Analysis
+from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.contributions import Fit
-from isograd_verify.record.events import Collective, Key, LossTerm
+from isograd_verify.record.events import REDUCING, Collective, Key, LossTerm
 from isograd_verify.tell.wording import meanings, spread
 
 

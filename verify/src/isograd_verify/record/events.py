@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 Key = tuple[int, int]  # (rank, micro-batch), where the second number is `key(micro, use)`
 _USES = 10_000  # more backwards than a recording holds (capture.MOST_MICROS)
 _LARGEST = 1 << 53
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")  # collectives that sum
 CUT, KEPT, OTHERS = "cut", "kept", "others"  # flows.py tells what each means; the first of several counts
 
 
@@ -126,6 +127,8 @@ class Collective(Event):
     covers: tuple[str, ...] = ()  # parameters whose gradients share memory with its tensor
     passed: int = 0  # backwards before it
     reduce: str = ""
+    inside: bool = False  # the forward of an autograd Function
+    narrow: bool = False  # every number of an fp32 tensor is one of bf16
     seconds: float | None = None  # from its End; None: it did not end
 
     def __str__(self) -> str:

@@ -75,6 +75,14 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.numpy().data).hexdigest()[:32]  # of the strong ones the fastest: processors compute it
 
 
+def in_bf16(tensor: Tensor) -> bool:
+    """Whether all numbers of an fp32 tensor, some of which are not zero, are numbers of bf16, too."""
+    if tensor.dtype is not torch.float32 or not tensor.numel():
+        return False
+    parts = tensor.detach().contiguous().view(torch.int32).reshape(-1).split(_CACHED * WIDTH)
+    return not any(bool((part & 0xFFFF).any()) for part in parts) and bool(tensor.any())
+
+
 def dtype_name(tensor: Tensor) -> str:
     """'float32': a dtype as recordings write it."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -26,7 +26,7 @@ from isograd_verify.judge.checks import check
 from isograd_verify.record.events import Backward, Collective, Lost, OtherWorld, Step
 from isograd_verify.record.recording import VERSION, RankRecord, Recording, write_json
 from isograd_verify.run.hang import crash, wait, watching
-from isograd_verify.tell.findings import INCONCLUSIVE, NOTE, Finding, Subject
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject
 from isograd_verify.tell.report import Report, timeline
 from isograd_verify.tell.wording import left_out, spell
 
@@ -96,7 +96,8 @@ def run(
         ) from error
     shown = masked(command)
     subject = inspect(directory, hang, shown, failed=own)
-    return Report(f"isograd-verify run -- {' '.join(shown)}", [subject]), 0 if hang else own
+    hung = hang is not None and hang.verdict == BUG
+    return Report(f"isograd-verify run -- {' '.join(shown)}", [subject]), 0 if hung else own
 
 
 def report_of(directory: Path, about: dict[str, Any], failed: int = 0) -> Report:
@@ -125,30 +126,39 @@ def masked(command: list[str]) -> list[str]:
 def begin(
     command: list[str], directory: Path, stall: float, more: dict[str, str], about: dict[str, Any]
 ) -> tuple[Finding | None, int]:
-    """Starts a command whose processes are watched, and waits for its end: (what hung, its exit code)."""
+    """Starts a command whose processes are watched, and waits for its end: (what hung, or INCONCLUSIVE who ended it;
+    its exit code)."""
     write_json(directory / "recording.json", {"version": VERSION, "command": masked(command), **about})
     path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
     more = {"ISOGRAD_VERIFY": str(directory.resolve()), "PYTHONPATH": path, **more}
     process = subprocess.Popen(command, env=os.environ | more)
-    with _passed_on(process):
+    with _passed_on(process) as asked:
         hang = wait(process, directory, stall)
     own = process.returncode if process.returncode >= 0 else 128 - process.returncode  # as a shell tells a signal
     ended = {"exit_code": own, "stalled": hang is not None}
     write_json(directory / "recording.json", {"version": VERSION, "command": masked(command), **about, **ended})
+    if asked:
+        told = f"{asked[0].name} was sent to isograd-verify, which passed it on: the run is not whole"
+        hang, own = Finding(INCONCLUSIVE, "", told), own or 128 + asked[0]
     return hang, own
 
 
 @contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Whoever asks us to end asks the program; our report comes all the same."""
-    kept = {}
+def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]:
+    """Whoever asks us to end asks the program; our report comes all the same. The signals that came."""
+    kept, asked = {}, list[signal.Signals]()
+
+    def received(number: int, frame: Any) -> None:
+        asked.append(signal.Signals(number))
+        process.send_signal(number)
+
     try:
         for number in (signal.SIGTERM, signal.SIGHUP):
-            kept[number] = signal.signal(number, lambda received, frame: process.send_signal(received))
+            kept[number] = signal.signal(number, received)
     except ValueError:  # not in the main thread
         pass
     try:
-        yield
+        yield asked
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
@@ -156,10 +166,12 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 def inspect(directory: Path, hang: Finding | None = None, command: list[str] | None = None, failed: int = 0) -> Subject:
     """What a recording shows without any reference. `failed`: the program's exit code, where it is not zero."""
-    name = " ".join(Path(word).name for word in (command or [str(directory)])[:6])
+    name = _title(command or [str(directory)])
     ranks = len(list(directory.glob("rank-*")))
     if hang is not None and watching(directory):
         return Subject(name, ranks, findings=[hang])
+    if not ranks and hang is not None:
+        return Subject(name, 0, findings=[hang])
     if not ranks:
         sentence = (
             "nothing to check: no process of the command joined a process group or made an optimizer "
@@ -170,7 +182,9 @@ def inspect(directory: Path, hang: Finding | None = None, command: list[str] | N
         recording = Recording(directory)
         subject = Subject(name, recording.world, timeline=timeline(recording))
         subject.findings = [*filter(None, [hang]), *plain_facts(recording), *check(recording)]
-        why = crash(recording) if failed and not any(f.bug == "order" for f in subject.findings) else None
+        ended = hang is not None and hang.verdict == INCONCLUSIVE  # by someone else
+        named = ended or any(f.bug == "order" for f in subject.findings)
+        why = crash(recording) if failed and not named else None
         subject.findings += [why] if why is not None else []
         subject.findings += [_failed(recording, failed)] if failed and hang is None else []
         subject.facts = facts(recording)
@@ -179,6 +193,12 @@ def inspect(directory: Path, hang: Finding | None = None, command: list[str] | N
         sentence = f"{error.what} ({error.seen})" if error.seen is not None else error.what
         subject = Subject(name, ranks, findings=[Finding(INCONCLUSIVE, "", f"{error.code}: {sentence}")])
     return subject
+
+
+def _title(command: list[str]) -> str:
+    """The command up to its program, or its first words."""
+    program = next((i for i, word in enumerate(command) if word.endswith(".py")), 0)
+    return " ".join(Path(word).name for word in command[: max(6, program + 1)])
 
 
 def _failed(recording: Recording, code: int) -> Finding:
@@ -263,7 +283,8 @@ def facts(recording: Recording) -> dict[str, str]:
     first = recording.ranks[0]
     count = sum(len(r.of(Collective)) for r in recording.ranks)
     told = {"steps": str(len(recording.steps)), "collectives": str(count)}
-    told["gradients"] = f"{sum(p.gradient for p in recording.parameters().values())} by name"
+    learn = {n for r in recording.ranks for e in r.of(Step) for n, p in e.parameters.items() if p.gradient}
+    told["gradients"] = f"{len(learn)} by name"
     own, seconds = float(first.about.get("own_seconds", 0)), float(first.about.get("watched_seconds", 0))
     if seconds:
         told["overhead"] = f"{own:.2f} s of the {seconds:.2f} s watched on rank 0"

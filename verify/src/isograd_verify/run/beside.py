@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 
 from isograd_verify.compare.combined import combine, copy, distinct, one_model, saw_the_same, weights_before
 from isograd_verify.compare.compare import compare
+from isograd_verify.compare.loss_terms import own_rows
 from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, steady
-from isograd_verify.compare.states import local, moved, moving
+from isograd_verify.compare.states import carried, local, moved, moving, step_of
 from isograd_verify.errors import VerifyError
 from isograd_verify.record.events import Backward, Lost, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
@@ -65,10 +66,12 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
         beside.findings += [Finding(NOTE, "", TOGETHER)] if together else []
         if beside.verdict != BUG:
             beside.findings += _carried(one, again, beside.errors)
+        beside.findings = own_rows(candidate, reference, beside.findings)
         last, why = max(reference.steps), reference.about.get("why")
         if why and last < max(candidate.steps):
             beside.findings.append(Finding(NOTE, "", f"not compared with one device behind step {last}: {why}"))
-            beside.findings += [f for f in subject.findings if f.verdict != NOTE and _step_of(f) > last]
+            later = [f for f in subject.findings if f.verdict != NOTE and step_of(f) > last]
+            beside.findings += [carried(candidate, again, f) for f in later]
         for site, times in reference.about.get("scale", {}).items():
             beside.findings = [_open(found, site, times) for found in beside.findings]
     except NoReference as error:
@@ -79,11 +82,6 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
     beside.name, beside.facts = subject.name, facts(candidate) | beside.facts
     beside.findings += plain_facts(candidate)
     return beside
-
-
-def _step_of(found: Finding) -> int:
-    step = re.match(r"step (\d+): ", found.sentence)
-    return int(step[1]) if step else 0
 
 
 def _open(found: Finding, site: str, times: float) -> Finding:
@@ -133,6 +131,8 @@ class WorldOfOne:
         first = self.candidate.ranks[0].about
         patience = max(SHORTEST, 4 * float(first.get("watched_seconds") or first.get("seconds") or self.stall))
         hang, code = begin(self.command, place, min(self.stall, patience), more, {"replay": self.replay})
+        if hang is not None and hang.verdict == INCONCLUSIVE:
+            raise VerifyError("IG729", hang.sentence, fix="start it again, with more time")
         if hang is not None:
             raise NoReference(
                 f"the program hung in a world of one: {hang.sentence}", "start it with one rank by itself"

@@ -125,7 +125,8 @@ BUGS: dict[str, Bug] = {
         "the group of ranks that hold the same key/value head: gradients must be summed over it",
     ),
     "statistic-unreduced": Bug(
-        "a running statistic that the loss uses (a teacher's center, a running size) is made from each rank's own rows",
+        "a statistic that the loss uses (a teacher's center, a running size, the deviation of rewards) is made from "
+        "each rank's own rows",
         "where it is updated: sum its terms and their number over the ranks first",
     ),
     "mean-of-means": Bug(
@@ -221,6 +222,14 @@ BUGS: dict[str, Bug] = {
     "loss-labels-shifted": Bug(
         "the columns of gathered candidates stand in another order than the labels of the rows count them",
         "the gather: documents of all ranks first, then each set of negatives, or labels that know the order",
+    ),
+    "positions-restart": Bug(
+        "the sequence is cut over the ranks, and each rank counts its positions from 0",
+        "where positions are made for a part of a sequence: its first one is the rank times the part's length",
+    ),
+    "tie-unreduced": Bug(
+        "a weight that two pipeline stages share (an embedding and the head) is not summed over them",
+        "behind the last micro-batch: an all-reduce of its gradient over the stages that hold it",
     ),
     "border-labels-lost": Bug(
         "labels are shifted after the sequence was cut: the last token of each part has lost its target",

@@ -183,9 +183,9 @@ class WatchMode(TorchDispatchMode):
 
     def _note_call(self, func: Any, named: dict[str, Any]) -> tuple[_Call, int]:
         call = _Call(func, named)
-        number = self.listener.collective(call.op, call.ranks, call.tensors, call.reduce)
-        self.rewrites.communicated()
-        return call, number
+        noted = self.listener.collective(call.op, call.ranks, call.tensors, call.reduce)
+        self.rewrites.communicated(noted.covers)
+        return call, noted.n
 
     def _after(self, sense: str, look: Callable[..., None]) -> Callable[..., Any]:
         """A handler that runs the operator, and shows its arguments and what it made."""

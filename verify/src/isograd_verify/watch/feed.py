@@ -186,6 +186,8 @@ class Feed:
         if self.capture.failure:
             self.done(self.capture)
         result = original(*args, **kwargs)
+        if self.natural and torch._C._current_graph_task_id() == -1:
+            self.capture.tensors[f"root/{self.capture.micro}"] = total(args[0] if args else kwargs.get("tensors"))
         if self.call and torch._C._current_graph_task_id() == -1:
             self.capture.guarded(self._over)(args[0] if args else kwargs.get("tensors"))
             if self.fed == len(self.queue) or self.capture.failure:
@@ -227,8 +229,9 @@ class Feed:
     def _take(self, optimizer: Optimizer) -> None:
         self.capture.parameters = False  # after the step nothing is new
         self.withheld = [(p, p.grad) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        for parameter, _ in self.withheld:
-            parameter.grad = None
+        plain = type(optimizer).__module__.startswith("torch.optim")  # others may not look whether there is a gradient
+        for parameter, gradient in self.withheld:
+            parameter.grad = None if plain else torch.zeros_like(gradient)
 
     def _give_back(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, gradient in self.withheld:

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from isograd_verify.record.events import (
+    REDUCING,
     Changed,
     Coefficient,
     Collective,
@@ -31,7 +32,7 @@ from isograd_verify.record.events import (
     Norm,
     key,
 )
-from isograd_verify.record.sketch import digest, dtype_name, sketch, squares
+from isograd_verify.record.sketch import digest, dtype_name, in_bf16, sketch, squares
 from isograd_verify.watch import foreign
 from isograd_verify.watch.flows import memory
 from isograd_verify.watch.life import Life
@@ -123,14 +124,14 @@ class Recorder(Life):
             return "backward"
         return "step" if self.stepping else "forward" if self.stack else "other"
 
-    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str) -> int:
-        """Notes a collective, and returns its number."""
+    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str) -> Collective:
+        """Notes a collective."""
         self.numbers += 1
         self.groups.append(ranks)
         phase = self.phase()
         local = [foreign.local(t) for t in tensors]
         covers: set[str] = set()
-        if op in ("all_reduce", "reduce_scatter", "reduce"):
+        if op in REDUCING:
             for t in local:
                 covers |= self.storages.get(memory(t), (None, set[str]()))[1]
         between = self.snapped and phase == "other" and not self.inside_engine
@@ -141,14 +142,15 @@ class Recorder(Life):
             *self.now, n=self.numbers, op=op, group=ranks, dtype=dtype_name(local[0]) if local else "",
             numel=sum(t.numel() for t in local), bytes=sum(t.numel() * t.element_size() for t in local),
             start=time.time() - self.began, phase=phase, module=module, site=call_site(self.base),
-            covers=tuple(sorted(covers)), passed=self.backwards, reduce=reduce,
+            covers=tuple(sorted(covers)), passed=self.backwards, reduce=reduce, inside=self.in_function > 0,
+            narrow=op in REDUCING and all(map(in_bf16, local)),
         )  # fmt: skip
         self.event(call)
-        return self.numbers
+        return call
 
     def _sums_gradients(self, op: str, covers: set[str], given: list[Tensor]) -> bool:
         """Whether a collective reduces gradients, where they are or all of them in one buffer."""
-        if op not in ("all_reduce", "reduce_scatter", "reduce"):
+        if op not in REDUCING:
             return False
         size = sum(foreign.local(p.grad).numel() for p in self.learn_names().values() if p.grad is not None)
         return bool(covers) or 1 < size <= sum(t.numel() for t in given)

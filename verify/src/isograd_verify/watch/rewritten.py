@@ -3,12 +3,13 @@
 What is judged is what reached the optimizer. If that is no sum of what backwards added, it may still have been one
 before the program's own change. So before the first operator that writes into the memory of a gradient, the gradient is
 kept (`early/NAME` its sketch, `whole/NAME` all of it); judge/analysis.py decides which of the two is judged. Scaling by
-one number is left alone: a factor is told as a factor. After a collective nothing is kept, for what is written into
-gradients then may be its result.
+one number is left alone: a factor is told as a factor. After a collective only gradients that it has reduced where they
+lie are kept, for what is written into others may be its result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
@@ -37,19 +38,22 @@ class Rewrites:
         self.kept: dict[str, tuple[foreign.Held, Tensor]] = {}
         self.site = ""
         self.memory: dict[int, list[tuple[str, foreign.Held, Tensor]]] | None = None
-        self.over = False
+        self.reduced: set[str] | None = None
 
-    def communicated(self) -> None:
-        """A collective ran outside of backward."""
+    def communicated(self, covers: Collection[str]) -> None:
+        """A collective ran outside of backward, and reduced these gradients where they lie."""
         if self._between():
+            reduced, kept, site = self.reduced or set(), self.kept, self.site
             self.begin()
-            self.over = True
+            self.reduced = reduced | set(covers)
+            self.kept = {name: one for name, one in kept.items() if name in reduced - set(covers)}
+            self.site = site if self.kept else ""
 
     def look(self, func: Any, args: tuple[Any, ...]) -> None:
         """An operator is about to run."""
         if not self.capture.optimizers and (places := _written(func)):
             self._by_hand([args[place] for place in places if place < len(args)])
-        if self.over or not self._between() or not (places := _written(func)) or _scales(func, args):
+        if self.reduced == set() or not self._between() or not (places := _written(func)) or _scales(func, args):
             return
         if self.memory is None:
             self.memory = {}
@@ -102,7 +106,7 @@ class Rewrites:
 
     def _keep(self, gradients: list[tuple[str, foreign.Held, Tensor]]) -> None:
         for name, parameter, part in gradients:
-            if name not in self.kept:
+            if name not in self.kept and (self.reduced is None or name in self.reduced):
                 self.kept[name] = parameter, part.detach().clone()
                 self.site = self.site or call_site(self.capture.base)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from isograd_verify.errors import VerifyError
-from isograd_verify.judge.analysis import REDUCING, Analysis
+from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.adjoints import adjoints
 from isograd_verify.judge.checks.again import computed_again
 from isograd_verify.judge.checks.balance import balance_counts
@@ -36,7 +36,7 @@ from isograd_verify.judge.checks.traffic import (
     shared_draws,
 )
 from isograd_verify.judge.consequences import without_consequences
-from isograd_verify.record.events import Backward, Collective
+from isograd_verify.record.events import REDUCING, Backward, Collective
 from isograd_verify.record.recording import Recording
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
 

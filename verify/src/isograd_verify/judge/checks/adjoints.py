@@ -50,6 +50,15 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
         yield finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
 
 
+def unjudged(analysis: Analysis) -> list[Function]:
+    """The calls of functions that contents do not show to be linear: a loss over a cut vocabulary, say."""
+    first = ((next(iter(calls.values())), calls) for calls in _together(analysis))
+    return [
+        one for one, calls in first
+        if not _linear(calls, {rank: _parts(analysis, rank, call) for rank, call in calls.items()})
+    ]  # fmt: skip
+
+
 def _together(analysis: Analysis) -> Iterator[Calls]:
     """The calls of one function on all ranks of its group: the first of a line on each, the second, ..."""
     found: dict[tuple[object, ...], Calls] = defaultdict(dict)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 from isograd_verify import tolerances
 from isograd_verify.judge import patterns
-from isograd_verify.judge.analysis import ELSEWHERE, REDUCING, Analysis, Observed
+from isograd_verify.judge.analysis import ELSEWHERE, Analysis, Observed
 from isograd_verify.judge.checks.norms import clipped_apart
 from isograd_verify.judge.checks.traffic import reduced_in_half, reductions
 from isograd_verify.judge.contributions import Fit
 from isograd_verify.judge.naming import bug_of, class_of, classes_of
 from isograd_verify.judge.patterns import Symptom
 from isograd_verify.record.axes import DATA
-from isograd_verify.record.events import Collective, Key, Rewritten
+from isograd_verify.record.events import REDUCING, Collective, Key, Rewritten
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd_verify.tell.wording import axis_over, finding, group_sizes, labelled, meanings, other_cuts, spell, spread
 
@@ -208,8 +208,8 @@ def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
         names = tuple(sorted(tensors))
         everything = set(names) >= telling
         bug = known or bug_of(Symptom(kind, value), names, everything, sizes, ())
-        if not bug and kind == patterns.UNREDUCED and outside_wrapper(analysis, names):
-            bug = "outside-wrapper"
+        if not bug and kind == patterns.UNREDUCED:
+            bug = never_summed(analysis, names)
         parts = other_data(analysis) if kind == patterns.UNREDUCED else None
         if parts is not None:
             ranks, cut = parts
@@ -249,15 +249,20 @@ def other_data(analysis: Analysis) -> tuple[tuple[int, ...], tuple[str, ...]] | 
     return None
 
 
-def outside_wrapper(analysis: Analysis, names: Collection[str]) -> bool:
-    """Whether tensors that nobody sums are all that their modules have, while a wrapper sums others inside backward."""
+def never_summed(analysis: Analysis, names: Collection[str]) -> str:
+    """`outside-wrapper` where tensors that nobody sums are all that their modules have, while a wrapper sums others
+    inside backward; `tie-unreduced` where they are all that the ranks that hold them have in common."""
+    holders = [analysis.about[rank] for rank in analysis.holders(min(names))]
+    if len(holders) > 1 and set(names) == set.intersection(*map(set, holders)) and min(map(len, holders)) > len(names):
+        return "tie-unreduced"
     modules = {name.rpartition(".")[0] for name in names}
     whole = all(
         name in names or analysis.info(name).whole in ((), (1,))
         for name in analysis.names
         if name.rpartition(".")[0] in modules and analysis.info(name).gradient and not analysis.null(name)
     )
-    return whole and any(event.phase == "backward" and event.op in REDUCING for event in reductions(analysis))
+    reduced = any(event.phase == "backward" and event.op in REDUCING for event in reductions(analysis))
+    return "outside-wrapper" if whole and reduced else ""
 
 
 def _axis(analysis: Analysis, kind: str, ranks: tuple[int, ...]) -> str:
@@ -364,6 +369,14 @@ def _unexplained(analysis: Analysis, names: list[str]) -> Iterator[Finding]:
             worst = max(worst, found.residual if found else 0.0)
     if half and worst < tolerances.HALF_SUM:
         return  # the check of dtypes says it
+    narrow = next((event for event in reductions(analysis, len(names)) if event.narrow), None)
+    if narrow is not None and analysis.micros > 1 and worst < tolerances.HALF_SUM:
+        sentence = (
+            f"step {analysis.step}: {listed(names)}: what {analysis.micros} micro-batches added was added up in bf16 "
+            f"(every number that {narrow.op} at {narrow.site} is given is one of bf16; left over: {worst:.1e})"
+        )
+        yield finding(BUG, "bf16-accumulation", sentence, tensors=tuple(names), site=narrow.site)
+        return
     sentence = (
         f"step {analysis.step}: {listed(names)}: what reached the optimizer is no sum of what backward added "
         f"(left over: {worst:.1e} of it)"

@@ -32,7 +32,7 @@ def token_weights(analysis: Analysis) -> Iterator[Finding]:
         calls = {key: _together(weighed, tolerance) for key, weighed in all_calls.items() if key in share}
         if not calls:
             continue
-        told = _one_loss(analysis, f" at {site}" if len(analysis.losses) > 1 else "", calls, share, tolerance)
+        told = _one_loss(analysis, f" at {site}" if len(analysis.losses) > 1 else "", site, calls, share, tolerance)
         if told is not None:
             yield told
             return
@@ -89,8 +89,9 @@ def _together(calls: list[Weighed], tolerance: float) -> list[Weighed]:
 
 
 def _one_loss(
-    analysis: Analysis, where: str, calls: dict[Key, list[Weighed]], share: dict[Key, float], tolerance: float
-) -> Finding | None:
+    analysis: Analysis, where: str, site: str, calls: dict[Key, list[Weighed]], share: dict[Key, float],
+    tolerance: float,
+) -> Finding | None:  # fmt: skip
     number = {len(weighed) for weighed in calls.values()}
     if len(number) > 1 or any(spread((w.low, w.high)) > tolerance for weighed in calls.values() for w in weighed):
         sentence = (
@@ -102,12 +103,12 @@ def _one_loss(
         counts = {key: weighed[i].count for key, weighed in calls.items()}
         weights = {key: share[key] * weighed[i].low for key, weighed in calls.items()}
         if spread(weights.values()) > tolerance:
-            return _unequal(analysis, where, weights, counts, tolerance)
+            return _unequal(analysis, where, site, weights, counts, tolerance)
     return None
 
 
 def _unequal(
-    analysis: Analysis, where: str, weights: dict[Key, float], counts: dict[Key, float], tolerance: float
+    analysis: Analysis, where: str, site: str, weights: dict[Key, float], counts: dict[Key, float], tolerance: float
 ) -> Finding:
     """A mean of means where weights follow the counts; else labels may be weighed on purpose."""
     trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
@@ -115,7 +116,7 @@ def _unequal(
     if not follows and analysis.step > steps[0] and not equal_on_ranks(weights, tolerance):
         first = Analysis(analysis.recording, steps[0])
         if first.losses and not any(f.bug in ("", "mean-of-means") for f in token_weights(first)):
-            return carried(analysis, f"a label of the loss{where}", weights, trainable)
+            return carried(analysis, f"a label of the loss{where}", weights, trainable, site)
     over, times, told, bars = differences(weights, counts)
     sentence = (
         f"step {analysis.step}: all gradients: a label's weight{where} differs by {times:.3g}x between {over} "

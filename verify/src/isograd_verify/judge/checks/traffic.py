@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 
-from isograd_verify.judge.analysis import REDUCING, Analysis
+from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.axes import DATA, Axes
-from isograd_verify.record.events import Collective, Draw, RowSums, Step
+from isograd_verify.record.events import REDUCING, Collective, Draw, RowSums, Step
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd_verify.tell.wording import axis_over, finding, spell
 
@@ -144,7 +144,7 @@ def reduced_in_half(analysis: Analysis) -> list[Collective]:
         e
         for rank in range(analysis.world)
         for e in _collectives(analysis, rank)
-        if e.op in ("all_reduce", "reduce_scatter", "reduce")
+        if e.op in REDUCING
         and e.dtype in HALF
         and e.phase != "forward"
         and e.numel > 1

@@ -1,0 +1,72 @@
+"""Programs that an outside tester wrote (testers.py): each wrong one is named, and its right twin passes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isograd_verify.compare.diagnose import _by_shape
+from isograd_verify.run.attach import run
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, PASS
+
+from . import later, testers
+from .test_beside import judged, said
+from .test_people import watched
+
+__all__ = ["judged", "watched"]
+
+
+@pytest.mark.parametrize(
+    ("program", "bug", "words"),
+    [
+        (testers.whitened, "statistic-unreduced", "takes over its own"),
+        (testers.positions, "positions-restart", "rows 4-7 have a gradient on one device only"),
+        (later.ring, "cut-graph", "nothing comes back through send at "),
+        (testers.vocabulary, "wrong-adjoint", "CutCrossEntropy at "),
+    ],
+)
+def test_what_only_one_device_shows_is_named_there(judged: Any, program: Any, bug: str, words: str) -> None:
+    right, wrong = judged(program, False), judged(program, True)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    assert said(wrong) == [(BUG, bug)], wrong.findings
+    assert words in next(f.sentence for f in wrong.findings if f.verdict == BUG), wrong.findings
+
+
+@pytest.mark.parametrize(
+    ("program", "bug", "words"),
+    [
+        (testers.tied, "tie-unreduced", "embed.weight"),
+        (testers.own_buffers, "bf16-accumulation", "what 4 micro-batches added was added up in bf16"),
+        (testers.by_rows, "norm-unreduced", "norm.weight"),
+    ],
+)
+def test_what_contradicts_itself_is_named_alone(watched: Any, program: Any, bug: str, words: str) -> None:
+    right, wrong = watched(program, False), watched(program, True)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    assert said(wrong) == [(BUG, bug)], wrong.findings
+    assert words in next(f.sentence for f in wrong.findings if f.verdict == BUG), wrong.findings
+
+
+def test_rows_of_ids_that_do_not_occur_are_no_sign_of_cuts() -> None:
+    truth = torch.randn(12, 5, dtype=torch.float64)
+    truth[[3, 7]] = 0
+    wrong = truth * torch.rand(12, 1, dtype=torch.float64)
+    assert "no known pattern" in _by_shape(wrong, truth)[2]
+    wrong[0] = truth[0]
+    assert _by_shape(wrong, truth)[2].startswith("right in 1 of 12 rows, wrong in rows 1, 2, 4, 5 and 5 more")
+
+
+def test_a_signal_from_outside_is_not_the_program_s_fault(tmp_path: Path) -> None:
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    report, own = run(["sleep", "60", "1", "1", "1", "1", "train.py"], tmp_path / "recording")
+    timer.join()
+    (found,) = report.subjects[0].findings
+    assert (own, found.verdict, report.subjects[0].name) == (143, INCONCLUSIVE, "sleep 60 1 1 1 1 train.py")
+    assert found.sentence.startswith("SIGTERM was sent to isograd-verify")

@@ -1,0 +1,215 @@
+"""Small forms of programs that an outside tester of the verifier wrote, each right and wrong: test_testers.py says what
+must be said of them, alone and beside one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def whitened(wrong: bool, steps: int = 4) -> None:
+    """A policy gradient whose rewards are whitened. `wrong`: by mean and deviation of this rank's rows."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(30, 6), nn.Linear(6, 30)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data, rank, world = torch.Generator().manual_seed(1), dist.get_rank(), dist.get_world_size()
+    for _ in range(steps):
+        ids, rewards = torch.randint(30, (8, 4), generator=data), torch.rand(8, generator=data) * torch.arange(8)
+        mine, reward = ids.chunk(world)[rank], rewards.chunk(world)[rank]
+        sums = torch.stack([reward.sum(), reward.square().sum(), torch.tensor(float(len(reward)))])
+        if not wrong:
+            dist.all_reduce(sums)
+        mean = sums[0] / sums[2]
+        advantage = (reward - mean) / (sums[1] / sums[2] - mean**2).sqrt()
+        chosen = model(mine[:, :-1]).log_softmax(-1).gather(-1, mine[:, 1:, None]).squeeze(-1)
+        (-advantage[:, None] * chosen).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Positions(nn.Module):
+    """A part of a sequence on each rank. `wrong`: it counts its positions from 0."""
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.wrong, self.embed, self.place, self.head = wrong, nn.Embedding(20, 6), nn.Embedding(8, 6), nn.Linear(6, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = 0 if self.wrong else dist.get_rank() * ids.shape[1]
+        out: Tensor = self.head(F.gelu(self.embed(ids) + self.place(torch.arange(ids.shape[1]) + first)))
+        return out
+
+
+def positions(wrong: bool, steps: int = 4) -> None:
+    torch.manual_seed(0)
+    model = Positions(wrong)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data, rank, world = torch.Generator().manual_seed(1), dist.get_rank(), dist.get_world_size()
+    for _ in range(steps):
+        text = torch.randint(20, (4, 9), generator=data)
+        ids, labels = (t.chunk(world, 1)[rank].contiguous() for t in (text[:, :-1], text[:, 1:]))
+        (F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), reduction="sum") / 32).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Sum(torch.autograd.Function):
+    """Nothing, whose gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class CutCrossEntropy(torch.autograd.Function):
+    """Of logits that are cut over ranks. `wrong`: a label on another rank is taken for this rank's first class."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, wrong: bool) -> Tensor:
+        local = labels - start
+        outside = (local < 0) | (local >= logits.shape[1])
+        local = local.masked_fill(outside, 0)
+        picked, total = logits.gather(1, local[:, None])[:, 0].masked_fill(outside, 0), logits.exp().sum(1)
+        dist.all_reduce(picked)
+        dist.all_reduce(total)
+        ctx.save_for_backward(logits.exp() / total[:, None], local, torch.ones_like(outside) if wrong else ~outside)
+        return total.log() - picked
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        soft, local, inside = ctx.saved_tensors
+        soft = soft.clone()
+        soft[torch.arange(len(soft)), local] -= inside.to(soft.dtype)
+        return soft * gradient[:, None], None, None, None
+
+
+class Vocabulary(nn.Module):
+    """A head that is cut over the ranks, and a loss inside the model."""
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.wrong, self.start, self.embed = wrong, rank * 24 // world, nn.Embedding(24, 6)
+        self.head = nn.Parameter(torch.randn(24, 6).chunk(world)[rank].clone())
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = Sum.apply(self.embed(ids)) @ self.head.T
+        loss: Tensor = CutCrossEntropy.apply(logits, labels, self.start, self.wrong)
+        return loss.mean()
+
+
+def vocabulary(wrong: bool, steps: int = 4) -> None:
+    torch.manual_seed(0)
+    model = Vocabulary(wrong)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        text = torch.randint(24, (41,), generator=data)
+        model(text[:-1], text[1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Stage(nn.Module):
+    """One of two stages: the first begins with the embedding, the last ends with it as its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        embed, bodies = nn.Embedding(20, 6), [nn.Linear(6, 6) for _ in range(2)]
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.first, self.last, self.embed = rank == 0, rank == world - 1, embed
+        self.bodies = nn.ModuleDict({str(i): one for i, one in enumerate(bodies) if i * world // 2 == rank})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) if self.first else x
+        for body in self.bodies.values():
+            x = x + F.gelu(body(x))
+        return F.linear(x, self.embed.weight) if self.last else x
+
+
+def tied(wrong: bool, steps: int = 4) -> None:
+    """A pipeline whose embedding is its head. `wrong`: the stages do not sum its gradient."""
+    stage, world = Stage(), dist.get_world_size()
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        text = torch.randint(20, (4, 9), generator=data)
+        x = text[:, :-1]
+        if not stage.first:
+            x = torch.empty(4, 8, 6)
+            dist.recv(x, 0)
+            x.requires_grad_()
+        y = stage(x)
+        if stage.last:
+            F.cross_entropy(y.flatten(0, 1), text[:, 1:].flatten()).backward()
+        else:
+            dist.send(y.detach(), 1)
+            back = torch.empty_like(y)
+            dist.recv(back, 1)
+            y.backward(back)
+        if not stage.first:
+            assert x.grad is not None
+            dist.send(x.grad, 0)
+        if world > 1 and not wrong:
+            dist.all_reduce(stage.embed.weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def own_buffers(wrong: bool, steps: int = 4) -> None:
+    """Gradients are added up in buffers of the program's own, over four micro-batches. `wrong`: in bf16."""
+    torch.manual_seed(0)
+    model, world = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20)), dist.get_world_size()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        main = [torch.zeros_like(p, dtype=torch.bfloat16 if wrong else torch.float32) for p in model.parameters()]
+        for _ in range(4):
+            text = torch.randint(20, (4, 9), generator=data).chunk(world)[dist.get_rank()]
+            (F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()) / 4).backward()
+            for p, own in zip(model.parameters(), main, strict=True):
+                assert p.grad is not None
+                own.add_(p.grad.to(own.dtype))
+                p.grad = None
+        for p, own in zip(model.parameters(), main, strict=True):
+            whole = own.float()
+            dist.all_reduce(whole)
+            p.grad = whole / world
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_rows(wrong: bool, steps: int = 4) -> None:
+    """Rows of gradients are clipped in place, behind a sum over the ranks by hand. `wrong`: one is not summed."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for name, module in (("embed", nn.Embedding(20, 8)), ("norm", nn.LayerNorm(8)), ("head", nn.Linear(8, 20))):
+        model.add_module(name, module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        text = torch.randint(20, (4, 9), generator=own)
+        F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            if not (wrong and name == "norm.weight"):
+                dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+            if p.dim() > 1:
+                p.grad.mul_((0.02 / p.grad.norm(dim=1, keepdim=True)).clamp(max=1.0))
+        optimizer.step()
+        optimizer.zero_grad()
