@@ -5,51 +5,37 @@ Names are loaded when first used, so that `isograd --help` and `isograd.Layout` 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Layout": "isograd.core.layout",
-    "Mesh": "isograd.core.mesh",
-    "Contract": "isograd.core.contract",
-    "Shard": "isograd.core.contract",
-    "contracts": "isograd.core.contract_table",
-    "declare": "isograd.core.contract",
-    "ChainedOptimizer": "isograd.engine",
-    "DataParallel": "isograd.engine",
-    "Engine": "isograd.engine",
-    "Muon": "isograd.engine",
-    "empty_parameters": "isograd.engine",
-    "LossScale": "isograd.engine",
-    "Stats": "isograd.engine",
-    "Terms": "isograd.core.loss_terms",
-    "launch": "isograd.comm.launch",
-    "World": "isograd.comm.launch",
-    "IsogradError": "isograd_verify.errors",
-    "verify": "isograd.prove",
+    "Layout": "core.layout",
+    "Mesh": "core.mesh",
+    "Contract": "core.contract",
+    "Shard": "core.contract",
+    "contracts": "core.contract_table",
+    "declare": "core.contract",
+    "ChainedOptimizer": "engine",
+    "DataParallel": "engine",
+    "Engine": "engine",
+    "Muon": "engine",
+    "empty_parameters": "engine",
+    "LossScale": "engine",
+    "Stats": "engine",
+    "Terms": "core.loss_terms",
+    "launch": "comm.launch",
+    "World": "comm.launch",
+    "IsogradError": "errors",
+    "verify": "prove",
 }
 _MODULES = {
-    "checkpoint": "isograd.checkpoint",
-    "comm": "isograd.comm",
-    "contrastive": "isograd.losses.contrastive",
-    "data": "isograd.data",
-    "engine": "isograd.engine",
-    "errors": "isograd.errors",
-    "hf": "isograd.hf",
-    "integrations": "isograd.integrations",
-    "losses": "isograd.losses",
-    "models": "isograd.models",
-    "nn": "isograd.nn",
-    "pipeline": "isograd.pipeline",
-    "rng": "isograd.core.rng",
-    "sequence": "isograd.sequence",
-    "prove": "isograd.prove",
-}
-_RENAMED = {
-    "DoorError": "IntegrationError", "Joined": "ChainedOptimizer",
-    "doors": "integrations", "hugging": "hf", "random": "rng",
+    **{name: name for name in ("checkpoint", "comm", "data", "engine", "errors", "hf", "integrations", "losses",
+                               "models", "nn", "pipeline", "sequence", "prove")},
+    "contrastive": "losses.contrastive",
+    "rng": "core.rng",
 }  # fmt: skip
 
 __all__ = [*_HOMES, *_MODULES]  # noqa: PLE0604
@@ -90,14 +76,22 @@ if TYPE_CHECKING:
     from isograd.prove import verify as verify
 
 
+def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package: each name is loaded from its home, a module of it, when it is first used."""
+
+    def loaded(name: str) -> Any:
+        if name in homes:
+            return getattr(import_module(f"{package}.{homes[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return loaded
+
+
+_loaded = lazily(__name__, _HOMES)
+
+
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    if name in _MODULES:
-        return import_module(_MODULES[name])
-    if name in _RENAMED:
-        raise AttributeError(f"isograd.{name} is called isograd.{_RENAMED[name]} now")
-    raise AttributeError(f"module 'isograd' has no attribute {name!r}")
+    return import_module(f"isograd.{_MODULES[name]}") if name in _MODULES else _loaded(name)
 
 
 def __dir__() -> list[str]:

@@ -138,7 +138,7 @@ def test_convert_writes_a_folder_that_transformers_loads(saved: Path, tmp_path: 
     [
         (["inspect", "nowhere"], ["IG935", "no such folder"]),
         (["diff", "a"], ["IG600", "B"]),
-        (["convert", "a", "b", "--max-shard-gb", "0"], ["IG600", "'0' is not a size"]),
+        (["convert", "a", "b", "--max-shard-gb", "0"], ["IG600", "'0' is not a number"]),
         (["inspect", "a", "--tensor", "x", "--jsn"], ["IG600", "--tensors", "--json"]),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_link_is_measured_and_a_closed_port_is_said() -> None:
     assert link.bytes_per_s is not None
     assert link.bytes_per_s > 1e6
     assert measure(1, 0, "127.0.0.1", listener.port, 5.0, speed=False) == RankLink(1, 0)
-    listener.close()
+    listener.shutdown()
     assert "refused" in str(measure(0, 1, "127.0.0.1", 1, 5.0, speed=False).error)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 import isograd as ig
-from isograd.models import measured_split
 from isograd.pipeline import Stages, balanced, measure
 
 
@@ -53,25 +51,6 @@ def test_forty_layers_cost_more_than_none(worlds) -> None:
     """The only comparison of times here: a factor of hundreds."""
     costs = worlds(2).run(on_rank)[0][0]
     assert costs[2] == max(costs)
-
-
-CONFIG = ig.models.TransformerConfig(vocab=97, hidden=16, layers=5, heads=2, mlp=24, dropout=0.1)
-
-
-def split_of(layout: str) -> tuple[tuple[int, ...], list[str]]:
-    mesh = ig.Mesh(layout)
-    tokens = torch.zeros(2, 9, dtype=torch.int64)
-    split = measured_split(CONFIG, mesh, tokens, tokens, repeats=2)
-    model = ig.models.Transformer(CONFIG, mesh, split=split)
-    return split, [name for name, _ in model.blocks.named_children()]
-
-
-@pytest.mark.parametrize("layout", ["pp2", "pp2 vpp2"])
-def test_the_transformer_takes_a_measured_split(worlds, layout: str) -> None:
-    answers = worlds(2).run(split_of, layout)
-    assert answers[0][0] == answers[1][0]
-    assert sum(answers[0][0]) == 5
-    assert sorted(name for _, blocks in answers for name in blocks) == ["0", "1", "2", "3", "4"]
 
 
 def test_with_several_stages_a_rank_the_ranks_are_evened_out_before_the_stages() -> None:

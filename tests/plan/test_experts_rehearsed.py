@@ -15,8 +15,9 @@ from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.models import Transformer, TransformerConfig
 from isograd.nn.moe import MoE
+from isograd.nn.routing import ExpertOptions
 from isograd.plan.check import check
-from isograd.plan.expert_load import LOADS, StatedRouting, busiest, chosen
+from isograd.plan.expert_load import evenly
 from isograd.plan.rehearse import rehearse, without_memory
 from tests.comm.test_fake import comparable
 
@@ -44,7 +45,7 @@ def recorded(mesh: Mesh) -> list[Entry]:
         made = engine(mesh)
         for module in made.model.modules():
             if isinstance(module, MoE):
-                module.choose = StatedRouting("even")
+                module.choose = evenly
         tokens = torch.randint(0, 101, (4, 16), generator=torch.Generator().manual_seed(mesh.index("dp")))
         made.train_step((tokens, tokens), 2)
     return comparable(record.entries)
@@ -77,29 +78,16 @@ def build(mesh: Mesh) -> tuple[Engine, Any, int]:
 
 
 @pytest.mark.parametrize("layout", ["dp4 ep2 zero1", "dp2 tp2 sp ep4"])
-def test_a_program_with_experts_passes_and_a_skewed_load_moves_more(layout: str) -> None:
-    most, peaks = {}, {}
-    for load in LOADS:
-        ranks = rehearse(build, Layout.parse(layout), large=30, load=load)  # a number of each token is too many
-        assert check(ranks, Layout.parse(layout)) == []
-        rows = [e for e in ranks[0].entries if "exchange_rows" in e.site]
-        most[load] = max(m.numel for e in rows for messages in e.received for m in messages)
-        peaks[load] = ranks[0].peak.bytes
-    assert most["zipf"] > 1.2 * most["even"]  # the first rank of each ep group is the busiest
-    assert peaks["zipf"] > peaks["even"]
+def test_a_program_with_experts_passes(layout: str) -> None:
+    ranks = rehearse(build, Layout.parse(layout), large=30)  # a number of each token is too many
+    assert check(ranks, Layout.parse(layout)) == []
+    assert any("exchange_rows" in e.site for e in ranks[0].entries)
 
 
-@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(64, 8, 2), (100, 7, 3), (33, 128, 8), (5, 4, 4)])
-def test_tokens_choose_different_experts_as_often_as_stated(load: str, tokens: int, experts: int, k: int) -> None:
-    found = chosen(load, tokens, experts, k)
+def test_tokens_choose_different_experts_as_often_as_stated(tokens: int, experts: int, k: int) -> None:
+    found = evenly(torch.zeros(tokens, experts), ExpertOptions(number=experts, per_token=k, width=1))
     assert found.shape == (tokens, k)
     assert all(len(set(row)) == k for row in found.tolist())
     counts = found.flatten().bincount(minlength=experts)
-    assert load == "zipf" or counts.max() - counts.min() <= 1
-    assert counts.tolist() == sorted(counts.tolist(), reverse=True)
-
-
-def test_the_busiest_rank_has_the_share_that_is_said() -> None:
-    assert busiest("even", 128, 8, 8) == 1.0
-    assert busiest("zipf", 128, 8, 8) > 2.5
+    assert counts.max() - counts.min() <= 1

@@ -68,11 +68,15 @@ def test_a_machine_with_mistakes_is_refused_with_all_of_them(tmp_path: Path) -> 
     file.write_text(text)
     with pytest.raises(PlanError, match="IG272") as refused:
         machine.load(str(file))
-    for part in ("memory_gbs (did you mean 'memory_gb_s'?)", "memory_gb_s is missing", "devices -8 is no positive"):
+    for part in (
+        "memory_gbs (did you mean 'memory_gb_s'?)",
+        "memory_gb_s is missing",
+        "devices: Input should be greater than 0, not -8",
+    ):
         assert part in str(refused.value)
     for right, wrong, why in (
-        ("links: 0.8", "links: 9", "rates.links 9 is above 1"),
-        ("bf16: 0.71", "bf16: 7", "rates.matmul.bf16 7 is above 1"),
+        ("links: 0.8", "links: 9", "rates.links: Input should be less than or equal to 1, not 9"),
+        ("bf16: 0.71", "bf16: 7", "rates.matmul.bf16: Input should be less than or equal to 1, not 7"),
         ("reserved_gb: 5", "reserved_gb: 500", "reserved_gb 500 leaves nothing"),
         ("devices: 8", "devices: 8\nmemory_gb: 4000", "'memory_gb' is given twice"),
     ):

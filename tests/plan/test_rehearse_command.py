@@ -43,7 +43,6 @@ def test_a_shorter_step_has_micro_batches_of_the_same_size() -> None:
         (["--picture", "no/such/folder/memory.png"], "cannot be written"),
         (["--micro-batches", "100000000"], "1 to 10,000"),
         (["--micro-batches", "0"], "--micro-batches must be at least 1"),
-        (["--load", "uneven"], "invalid choice: 'uneven' (choose from 'even', 'zipf')"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_said(capsys, words: list[str], said: str) -> None:

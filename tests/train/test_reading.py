@@ -117,13 +117,13 @@ def test_a_word_with_an_equals_sign_sets_a_field_before_and_behind_the_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = write(tmp_path).rename("steps=2.yaml")
-    assert config_command(["show", "steps=7", str(file), "optimizer.lr=2e-3", "layout=dp2 zero1"], _parser()) == 0
+    assert config_command(["show", "steps=7", str(file), "optimizer.lr=2e-3", "layout=dp2 zero1"]) == 0
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "7" in shown["steps"].split() and "0.002" in shown["optimizer.lr"] and "dp2 zero1" in shown["layout"]
     with pytest.raises(ConfigError, match=r"unknown key 'optimizer.lrr' \(did you mean 'lr'\?\)"):
-        config_command(["show", str(file), "optimizer.lrr=1"], _parser())
+        config_command(["show", str(file), "optimizer.lrr=1"])
     with pytest.raises(ConfigError, match="--steps is given twice"):
-        config_command(["show", str(file), "steps=1", "--steps", "2"], _parser())
+        config_command(["show", str(file), "steps=1", "--steps", "2"])
 
 
 @pytest.mark.parametrize(
@@ -173,16 +173,8 @@ def test_a_config_cannot_be_changed(tmp_path: Path) -> None:
         reading.load(write(tmp_path)).config.steps = 9  # type: ignore[misc]
 
 
-def test_older_schemas_are_lifted_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "VERSION", 3)
-    monkeypatch.setattr(
-        reading, "MIGRATIONS", {1: lambda v: {**v, "b": v["a"]}, 2: lambda v: {k: x for k, x in v.items() if k != "a"}}
-    )
-    assert reading.migrated({"version": 1, "a": 5}, "x") == {"version": 3, "b": 5}
-
-
 def test_every_field_is_described_for_editors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert config_command(["schema"], _parser()) == 0
+    assert config_command(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     parts = [schema, *schema["$defs"].values()]
     bare = [f for part in parts for f, v in part["properties"].items() if "description" not in v and "$ref" not in v]
@@ -191,7 +183,7 @@ def test_every_field_is_described_for_editors(capsys: pytest.CaptureFixture[str]
 
 
 def test_show_prints_every_value_with_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert config_command(["show", str(write(tmp_path)), "--steps", "7"], _parser()) == 0
+    assert config_command(["show", str(write(tmp_path)), "--steps", "7"]) == 0
     shown = capsys.readouterr().out
     line = next(line for line in shown.splitlines() if line.startswith("steps"))
     assert line.split() == ["steps", "7", "command", "line"]
@@ -206,12 +198,6 @@ def test_every_recipe_is_a_config_whose_model_fits_its_layout(recipe: Path) -> N
         return  # its model is the user's
     for rank in (0, layout.world_size - 1):
         Transformer(model_config(config), Mesh.unbound(layout, rank), device="meta")
-
-
-def _parser():  # type: ignore[no-untyped-def]
-    from isograd_verify.io.command_line import Parser
-
-    return Parser
 
 
 def test_a_key_that_looks_like_a_branch_of_a_union_is_still_an_unknown_key(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from isograd.plan.memory import LOAD, Memory, activations, held_layers
 from isograd.train import language
 from isograd.train.config import Config
 from isograd.train.resources import LocalMachine, forecast, this_machine, work_of
-from isograd.train.startup import StartupSummary, drawn, summarize
+from isograd.train.startup import StartupSummary, summarize
 from isograd.train.task import engine_of, rows_of
 
 LLAMA = {"vocab": 256, "hidden": 96, "layers": 5, "heads": 6, "kv_heads": 2, "mlp": 250}
@@ -158,16 +158,9 @@ def test_a_rank_of_an_ep_group_is_counted_with_the_load_that_the_opening_states(
     assert mixed == pytest.approx((even.activations + dense) / 2)
 
 
-def test_a_layout_is_drawn_in_one_line() -> None:
-    assert drawn(Layout.parse("dp2 tp2")) == "[0 1] [2 3]"
-    assert drawn(Layout.parse("dp2 tp2 pp2")) == "[0 1] [2 3] | [4 5] [6 7]"
-    assert drawn(Layout.parse("dp16 tp4 sp")) == "[0-3] x 16"
-    assert drawn(Layout.parse("dp16 tp8 sp pp4")) == "[0-7] x 16 x 4 stages"
-
-
 def test_the_opening_says_what_will_be_done_in_80_columns(tmp_path: Path) -> None:
     text = StartupSummary(config("dp2 tp2 sp zero1"), LAPTOP, forecast(config("dp2 tp2 sp zero1"))).text(80)
-    for part in ("parameters in fp32", "4 ranks  [0 1] [2 3]", "4 ranks on 2 CPU cores, 16.0 GB", "8 sequences x 64",
+    for part in ("parameters in fp32", "zero1: 4 ranks", "4 ranks on 2 CPU cores, 16.0 GB", "8 sequences x 64",
                  "Python's standard library", "GB a rank: states", "runs/x, new"):  # fmt: skip
         assert part in text, text
     assert max(map(len, text.splitlines())) <= 80

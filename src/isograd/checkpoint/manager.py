@@ -287,12 +287,6 @@ class CheckpointManager:
 
     # -- loading
 
-    def newest(self) -> Place | None:
-        """The place of the last checkpoint in this folder, as rank 0 sees it; all ranks ask."""
-        found = folders.checkpoints(self.folder)
-        name = all_gather_object(str(found[-1][1]) if found else None, self.mesh)[0]
-        return None if name is None else place_of(name)
-
     def load(self, source: str | Place = "auto") -> Loaded | None:
         """Bring the engine to a saved state, whatever layout saved it.
 

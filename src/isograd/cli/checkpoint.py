@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isograd.cli.subcommands import Parser, Verb, run
+from isograd.cli.subcommands import Verb, number, run
 from isograd.io import terminal
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ PLACE = "a checkpoint, or the newest of a run or of a folder of checkpoints, als
 ABOUT = "Checkpoints: what is in them, whether they are whole, how two differ, to Hugging Face, and from others."
 
 
-def main(words: list[str], kind: Parser) -> int:
+def main(words: list[str]) -> int:
     """`isograd ckpt`: run one of its commands; the exit code."""
-    return run(words, kind, "ckpt", ABOUT, EXAMPLES, VERBS)
+    return run(words, "ckpt", ABOUT, EXAMPLES, VERBS)
 
 
 # -- inspect ---------------------------------------------------------------------------------------------------------
@@ -188,7 +188,9 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 def _hugging_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="a new folder")
     parser.add_argument("--tokenizer", metavar="DIR", help="copy tokenizer files, and special tokens, from here")
-    parser.add_argument("--max-shard-gb", type=_gigabytes, default=5.0, help="of one safetensors file (default 5)")
+    parser.add_argument(
+        "--max-shard-gb", type=number(0.001, 1e6, float), default=5.0, help="of one safetensors file (default 5)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were trained)")
 
 
@@ -198,16 +200,6 @@ def _import_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="DIR", required=True, help="a folder with the model's config.json")
     parser.add_argument("--prefix", metavar="TEXT", help="what stands before the names of the weights, as 'model.'")
     _hugging_options(parser)
-
-
-def _gigabytes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size in gigabytes")
-    return value
 
 
 def _convert(options: argparse.Namespace) -> int:

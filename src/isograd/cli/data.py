@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from isograd.cli.subcommands import Parser, Verb, run
+from isograd.cli.subcommands import Verb, number, run
 
 EXAMPLES = """examples:
   isograd data build tokens/ books/                                 each file a document, tokens are bytes
@@ -27,11 +27,13 @@ EXAMPLES = """examples:
 
 A build that was stopped or killed resumes where it was when the same command is given again."""
 
+COUNT = number(1, 1 << 40)
 
-def main(words: list[str], kind: Parser) -> int:
+
+def main(words: list[str]) -> int:
     """`isograd data`: run one of its commands; the exit code."""
     try:
-        return run(words, kind, "data", "Text as token shards that are read by number.", EXAMPLES, VERBS)
+        return run(words, "data", "Text as token shards that are read by number.", EXAMPLES, VERBS)
     except KeyboardInterrupt:
         print("data: stopped; the same command resumes where it was", file=sys.stderr)
         return 130
@@ -74,20 +76,20 @@ def _build_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--shard-bytes",
-        type=_count,
+        type=COUNT,
         metavar="N",
         help="bytes of text in a shard (default 16 MiB; more where that would give over 4096 shards)",
     )
     add(
         "--largest-document",
-        type=_count,
+        type=COUNT,
         default=256,
         metavar="MIB",
         help="MiB of a document at most (default 256); reading one takes three times its size, and a tokenizer more",
     )
     add(
         "--workers",
-        type=_count,
+        type=COUNT,
         default=os.cpu_count() or 1,
         metavar="N",
         help="processes (default: one for each core); they do not change the result",
@@ -107,7 +109,7 @@ def _text_options(parser: argparse.ArgumentParser) -> None:
 def _tokenizer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="a new folder")
     parser.add_argument("inputs", metavar="INPUT", nargs="+", help="text files, .jsonl, .parquet, or folders of them")
-    parser.add_argument("--vocabulary", type=_count, default=32_000, metavar="N", help="tokens (default 32000)")
+    parser.add_argument("--vocabulary", type=COUNT, default=32_000, metavar="N", help="tokens (default 32000)")
     parser.add_argument("--chat", action="store_true", help="inputs are conversations: their messages are the text")
     _text_options(parser)
 
@@ -115,26 +117,20 @@ def _tokenizer_options(parser: argparse.ArgumentParser) -> None:
 def _show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER")
     parser.add_argument(
-        "--length", type=_count, metavar="N",
+        "--length", type=COUNT, metavar="N",
         help="tokens of a sample (default 128; of conversations the longest, at most 2048)",
     )  # fmt: skip
     parser.add_argument(
         "--packing", choices=("documents", "whole", "stream"),
         help="as data.packing of a run (default: whole for conversations, else documents)",
     )  # fmt: skip
-    parser.add_argument("--n", type=_count, default=3, metavar="N", help="how many samples (default 3)")
+    parser.add_argument("--n", type=COUNT, default=3, metavar="N", help="how many samples (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="of their order (default 0)")
     parser.add_argument("--split", default="train", choices=("train", "validation"))
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text[:18]) <= 1 << 40:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _build(options: argparse.Namespace) -> int:

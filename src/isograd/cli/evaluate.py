@@ -13,16 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isograd.cli.generate import PLACE, positive
-from isograd.cli.subcommands import Parser
+from isograd.cli.generate import PLACE, POSITIVE
+from isograd.cli.subcommands import CommandParser
 
 if TYPE_CHECKING:
     from isograd.core.layout import Layout
 
 
-def evaluate(words: list[str], kind: Parser) -> int:
+def evaluate(words: list[str]) -> int:
     """`isograd evaluate`: the exit code."""
-    parser = kind(
+    parser = CommandParser(
         prog="isograd evaluate", allow_abbrev=False,
         description="How probable a model finds texts, and what it reaches in tasks of lm-eval-harness.",
     )  # fmt: skip
@@ -30,10 +30,10 @@ def evaluate(words: list[str], kind: Parser) -> int:
     parser.add_argument("--files", nargs="+", default=[], metavar="FILE", help="texts; .jsonl, .parquet: the key text")
     parser.add_argument("--tasks", metavar="NAMES", help="of lm-eval-harness, with commas between them")
     parser.add_argument("--task-folder", metavar="DIR", help="of tasks as YAML, whose code is run")
-    parser.add_argument("--limit", type=positive, metavar="N", help="documents of a task (default: all)")
+    parser.add_argument("--limit", type=POSITIVE, metavar="N", help="documents of a task (default: all)")
     parser.add_argument("--layout", help="default: the run's, without pp and zero; of a Hugging Face folder dp1")
-    parser.add_argument("--length", type=positive, metavar="N", help="tokens of a row (default: at most 1024)")
-    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="rows of a data rank at once (8)")
+    parser.add_argument("--length", type=POSITIVE, metavar="N", help="tokens of a row (default: at most 1024)")
+    parser.add_argument("--batch", type=POSITIVE, default=8, metavar="N", help="rows of a data rank at once (8)")
     parser.add_argument("--tokenizer", metavar="DIR", help="a folder with a tokenizer.json, or bytes")
     parser.add_argument("--device", choices=("cpu",), help="cpu: on the CPU on purpose")
     parser.add_argument("--json", action="store_true", help="write one line of JSON")

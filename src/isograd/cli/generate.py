@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isograd.cli.subcommands import Parser
+from isograd.cli.subcommands import CommandParser, number
 from isograd.io import terminal
 
 if TYPE_CHECKING:
@@ -24,19 +24,22 @@ if TYPE_CHECKING:
 
 JOURNAL, POINTS = "metrics.jsonl", 500
 PLACE = "a run, a checkpoint, or a Hugging Face folder"
+POSITIVE = number(1, 10**9)
 
 
-def generate(words: list[str], kind: Parser) -> int:
+def generate(words: list[str]) -> int:
     """`isograd generate`: the exit code."""
-    parser = kind(prog="isograd generate", description="What a model writes after a prompt.", allow_abbrev=False)
+    parser = CommandParser(
+        prog="isograd generate", description="What a model writes after a prompt.", allow_abbrev=False
+    )
     parser.add_argument("place", metavar="PLACE", help=PLACE)
     parser.add_argument("prompt", nargs="?", help="a text; '-' reads it from the input")
     parser.add_argument("--prompts", metavar="FILE", help='lines of JSON: {"prompt": "..."} or {"messages": [...]}')
     parser.add_argument("--json", action="store_true", help="write a line of JSON for each sample")
-    parser.add_argument("--samples", type=positive, default=1, help="of each prompt (default 1)")
-    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="samples made together (default 8)")
+    parser.add_argument("--samples", type=POSITIVE, default=1, help="of each prompt (default 1)")
+    parser.add_argument("--batch", type=POSITIVE, default=8, metavar="N", help="samples made together (default 8)")
     _shared_options(parser)
-    options = _parsed(parser, words)
+    options = parser.parse_args(words)
     if (options.prompt is None) == (options.prompts is None):
         parser.error("give a prompt, or --prompts FILE")
     writer, how = _opened(options)
@@ -60,9 +63,9 @@ def _said(given: dict[str, Any]) -> Any:
     return given["messages" if "messages" in given else "prompt"]
 
 
-def chat(words: list[str], kind: Parser) -> int:
+def chat(words: list[str]) -> int:
     """`isograd chat`: the exit code."""
-    parser = kind(
+    parser = CommandParser(
         prog="isograd chat", allow_abbrev=False,
         description="A conversation with a model. Ctrl-C ends an answer, Ctrl-D the conversation.",
     )  # fmt: skip
@@ -71,9 +74,9 @@ def chat(words: list[str], kind: Parser) -> int:
     parser.add_argument(
         "--web", action="store_true", help="a page in the browser of this computer, with the loss curve"
     )
-    parser.add_argument("--port", type=_port, default=0, help="of the page (default: a free one)")
+    parser.add_argument("--port", type=number(0, 65_535), default=0, help="of the page (default: a free one)")
     _shared_options(parser)
-    options = _parsed(parser, words)
+    options = parser.parse_args(words)
     writer, how = _opened(options)
     if writer.chat is None:
         from isograd.errors import ConfigError
@@ -149,20 +152,17 @@ def _talk(writer: Writer, how: Sampling, messages: list[Any]) -> None:
 
 
 def _shared_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-new-tokens", type=positive, default=256, help="of an answer (default 256)")
-    parser.add_argument("--temperature", type=_number(0, 100), default=0.8, help="0: the most likely (default 0.8)")
-    parser.add_argument("--top-k", type=positive, default=0, help="of so many tokens only")
-    parser.add_argument("--top-p", type=_number(0, 1), default=1.0, help="of tokens that have this share together")
+    parser.add_argument("--max-new-tokens", type=POSITIVE, default=256, help="of an answer (default 256)")
+    parser.add_argument(
+        "--temperature", type=number(0, 100, float), default=0.8, help="0: the most likely (default 0.8)"
+    )
+    parser.add_argument("--top-k", type=POSITIVE, default=0, help="of so many tokens only")
+    parser.add_argument(
+        "--top-p", type=number(0, 1, float), default=1.0, help="of tokens that have this share together"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed, the same text (default 0)")
     parser.add_argument("--tokenizer", metavar="DIR", help="with a tokenizer.json; or 'bytes' (default: the run's)")
     parser.add_argument("--device", help="such as cuda:1 (default: a card if there is one)")
-
-
-def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    options, extra = parser.parse_known_args(words)
-    if extra:
-        parser.refuse(extra)  # type: ignore[attr-defined]
-    return options
 
 
 def _opened(options: argparse.Namespace) -> tuple[Writer, Sampling]:
@@ -202,29 +202,3 @@ def _prompt(line: str, path: str, number: int) -> dict[str, Any]:
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
-
-
-def positive(text: str) -> int:
-    """A number above 0, on a command line."""
-    if not text.isdecimal() or not 0 < int(text[:10]) < 10**9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text[:6]) > 65_535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
-    return int(text)
-
-
-def _number(least: float, most: float) -> Any:
-    def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
-        return value
-
-    return number

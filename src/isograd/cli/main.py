@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from isograd import __version__
+from isograd.cli import ROOMS, room
+from isograd.cli.subcommands import CommandParser, number
 from isograd.io import terminal
 from isograd_verify.command import command
-from isograd_verify.io.command_line import Parser, exit_code
+from isograd_verify.io.command_line import exit_code
 
-COMMANDS = (
-    "new", "recipes", "train", "compare", "config", "data", "ckpt", "generate", "chat", "evaluate", "explain", "plan",
-    "machine", "rehearse", "verify", "check", "completion",
-)  # fmt: skip
+COMMANDS = ("explain", "new", "recipes", "completion", "verify", *ROOMS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,51 +49,15 @@ def _run(words: list[str]) -> int:
         from isograd.integrations.config_from import main as config_from
         from isograd.train.reading import checked
 
-        return config_from(words[2:], Parser, checked)
-    room = _command_of(words[:1])
-    if room is not None:
-        return room(words[1:], Parser)
-    options, extra = _parser().parse_known_args(words)
-    if extra:
-        options.parser.refuse(extra)
+        return config_from(words[2:], CommandParser, checked)
+    if words[0] in ROOMS:
+        return room(words[0])(words[1:])
+    options = _parser().parse_args(words)
     return int(options.run(options))
 
 
-def _command_of(first: list[str]) -> Callable[[list[str], type[Parser]], int] | None:
-    """The command line of a room that has its own; None for the commands that are defined here."""
-    if first[:1] == ["data"]:
-        from isograd.cli.data import main as data
-
-        return data
-    if first[:1] == ["ckpt"]:
-        from isograd.cli.checkpoint import main as ckpt
-
-        return ckpt
-    if first[:1] in (["generate"], ["chat"], ["evaluate"]):
-        from isograd.cli import evaluate, generate
-
-        return {"generate": generate.generate, "chat": generate.chat, "evaluate": evaluate.evaluate}[first[0]]
-    if first[:1] == ["check"]:
-        from isograd.cli.network import check
-
-        return check
-    if first[:1] == ["rehearse"]:
-        from isograd.cli.rehearse import rehearse
-
-        return rehearse
-    if first[:1] in (["plan"], ["machine"]):
-        from isograd.cli import plan
-
-        return plan.plan if first[0] == "plan" else plan.machine
-    if first[:1] in (["train"], ["compare"], ["config"]):
-        from isograd.cli import train
-
-        return {"train": train.train, "compare": train.compare, "config": train.config}[first[0]]
-    return None
-
-
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="isograd",
         description="The gradient of one device under every parallel layout, proven.",
         epilog="Start with 'isograd new quickstart', then 'isograd train quickstart.yaml'.",
@@ -116,10 +79,12 @@ def _parser() -> Parser:
         help="a model: a file of TransformerConfig fields (YAML or JSON), a Hugging Face config.json, or a preset",
     )  # fmt: skip
     explain.add_argument(
-        "--micro-batches", type=_micro_batches, default=8, help="of a pipeline's schedule (default 8, at most 1000)"
+        "--micro-batches", type=number(1, 1000), default=8, help="of a pipeline's schedule (default 8, at most 1000)"
     )
     explain.add_argument("--rank", type=int, default=0, help="from whose point of view (default 0)")
-    explain.add_argument("--width", type=_columns, help="columns of tables and schedules (default: the terminal's)")
+    explain.add_argument(
+        "--width", type=number(40, 10_000), help="columns of tables and schedules (default: the terminal's)"
+    )
     explain.set_defaults(run=_explain, parser=explain)
     new = commands.add_parser(
         "new",
@@ -145,20 +110,8 @@ def _parser() -> Parser:
     )
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     completion.set_defaults(run=_completion, parser=completion)
-    commands.add_parser("train", help="train by a config: see 'isograd train --help'")
-    commands.add_parser("rehearse", help="simulate one step on any number of ranks, and check what they send")
-    commands.add_parser("plan", help="find the best layouts of a config on many devices: memory, time, checkpoints")
-    commands.add_parser("machine", help="the devices that 'isograd plan' knows; measure this computer")
-    commands.add_parser("compare", help="train under several layouts and compare losses, speed, memory, bytes")
-    commands.add_parser(
-        "config", help="show a config's values and their origins, or the schema; convert a DeepSpeed config"
-    )
-    commands.add_parser("data", help="build token shards from text; inspect and verify them: see 'isograd data --help'")
-    commands.add_parser("ckpt", help="inspect, verify, diff and convert checkpoints: see 'isograd ckpt --help'")
-    commands.add_parser("generate", help="what a trained model writes after a prompt: see 'isograd generate --help'")
-    commands.add_parser("chat", help="a conversation with a trained model: see 'isograd chat --help'")
-    commands.add_parser("evaluate", help="a model's perplexity on files, and tasks of lm-eval-harness")
-    commands.add_parser("check", help="check the network between a run's machines: see 'isograd check --help'")
+    for name, (_, about) in ROOMS.items():
+        commands.add_parser(name, help=about)
     commands.add_parser(
         "verify", help="prove layouts, watch any program, compare recordings: see 'isograd verify --help'"
     )
@@ -185,18 +138,6 @@ def _completion(options: argparse.Namespace) -> int:
 
     print(SHELLS[options.shell])
     return 0
-
-
-def _columns(text: str) -> int:
-    if not text.isdecimal() or not 40 <= int(text[:9]) <= 10_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a width from 40 to 10000")
-    return int(text)
-
-
-def _micro_batches(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= 1000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of micro-batches from 1 to 1000")
-    return int(text)
 
 
 def _explain(options: argparse.Namespace) -> int:

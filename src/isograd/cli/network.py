@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from isograd.cli.subcommands import Parser, run
+from isograd.cli.subcommands import run
 from isograd.errors import NetworkError
 
 FOUND = 1  # exit code
@@ -33,11 +33,11 @@ or by the launcher of the run itself (torchrun waits for all machines first):
 exit codes: 0 nothing is wrong, 1 something is, 2 wrong usage"""
 
 
-def check(words: list[str], kind: Parser) -> int:
+def check(words: list[str]) -> int:
     """`isograd check`; the exit code."""
     about = "Look at the machines of a run before it starts."
     verbs = {"network": ("connections and bandwidth of all pairs of ranks; versions and code", _options, _network)}
-    return run(words, kind, "check", about, EXAMPLES, verbs)
+    return run(words, "check", about, EXAMPLES, verbs)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -57,22 +57,18 @@ def _network(options: argparse.Namespace) -> int:
     from isograd.elastic.preflight import analyze, preflight, render, to_json
 
     try:
-        found, rank, store = preflight(options.paths, options.wait)
+        found, notes = preflight(options.paths, options.wait)
     except NetworkError as error:
         if error.code == "IG291" and os.environ.get("LOCAL_RANK", "0") != "0":  # the first rank here says it
             return _end(FOUND)
         raise
-    if found is None:
-        code = store.get("code", 6 * options.wait)
-        store.put(f"left/{rank}", True)
-        return _end(FOUND if code is None else int(code))
     errors = analyze(found)
-    print(json.dumps(to_json(found, errors), indent=1) if options.json else render(found, errors), flush=True)
-    code = FOUND if errors else 0
-    store.put("code", code)
-    for other in range(1, len(found.facts)):  # the store may lie in this process
-        store.get(f"left/{other}", options.wait)
-    return _end(code)
+    if notes.rank:
+        notes.put("left", True)
+    else:
+        print(json.dumps(to_json(found, errors), indent=1) if options.json else render(found, errors), flush=True)
+        notes.gather("left", True)  # the store may lie in this process
+    return _end(FOUND if errors else 0)
 
 
 def _end(code: int) -> int:

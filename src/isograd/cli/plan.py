@@ -19,9 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from isograd.cli.subcommands import CommandParser
 from isograd.core.layout import Layout
 from isograd.errors import ConfigError, IsogradError, PlanError
 from isograd.io import plots, terminal
+from isograd.io.atomic import write_new
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,15 +33,14 @@ if TYPE_CHECKING:
     from isograd.plan.work import Work
     from isograd.train.config import Config
 
-Parser = type[argparse.ArgumentParser]
 MOST_DEVICES, MOST_SEQUENCES = 1 << 20, 1 << 40  # beyond any run
 MOST_LAYERS = 4096  # of which a search cuts stages, and a rehearsal runs all
 DRAWN = 200_000  # passes of a picture
 
 
-def plan(words: list[str], kind: Parser) -> int:
+def plan(words: list[str]) -> int:
     """`isograd plan`: the best layouts, why others fell out, and what to run; the exit code."""
-    parser = kind(
+    parser = CommandParser(
         prog="isograd plan", allow_abbrev=False,
         description="Search the layouts of a config on many devices: memory and time of the best, why others fell out, "
         "and the command that runs the best one. With --layout: the time of that one, and where it goes.",
@@ -63,9 +64,7 @@ def plan(words: list[str], kind: Parser) -> int:
     )  # fmt: skip
     group.add_argument("--save-seconds", type=float, default=30.0, metavar="S", help="of one checkpoint (default 30)")
     group.add_argument("--restart-seconds", type=float, default=600.0, metavar="S", help="of a restart (default 600)")
-    options, extra = parser.parse_known_args(words)
-    if extra:
-        parser.refuse(extra)  # type: ignore[attr-defined]
+    options = parser.parse_args(words)
     if sys.stderr.isatty():  # before torch is imported, which takes seconds
         print(f"planning {options.config} ...", file=sys.stderr, flush=True)
     from isograd.plan import machine as machines
@@ -101,18 +100,16 @@ def plan(words: list[str], kind: Parser) -> int:
     return 0 if fits else 1
 
 
-def machine(words: list[str], kind: Parser) -> int:
+def machine(words: list[str]) -> int:
     """`isograd machine`: list machines, show one, or measure this computer; the exit code."""
-    parser = kind(
+    parser = CommandParser(
         prog="isograd machine", allow_abbrev=False,
         description="The machines that 'isograd plan' knows. 'show NAME' prints one, 'measure FILE' writes a "
         "description of this computer's CPU.",
     )  # fmt: skip
     parser.add_argument("verb", nargs="?", choices=("list", "show", "measure"), default="list")
     parser.add_argument("name", nargs="?", help="of a machine, or the file to write")
-    options, extra = parser.parse_known_args(words)
-    if extra:
-        parser.refuse(extra)  # type: ignore[attr-defined]
+    options = parser.parse_args(words)
     if options.verb != "list" and not options.name:
         raise ConfigError("IG600", f"'isograd machine {options.verb}' needs a name", fix="see 'isograd machine --help'")
     from isograd.plan import machine as machines
@@ -128,7 +125,7 @@ def machine(words: list[str], kind: Parser) -> int:
 
     _refuse_file(options.name, "measure")
     made = machines.text(measure())
-    _new_file(options.name, made)
+    write_new(Path(options.name), made, "give a new name")
     print(made, end="")
     return 0
 
@@ -387,7 +384,7 @@ def _write(file: str, config: Config, one: Candidate) -> None:
     values = config.model_dump(mode="json", exclude_unset=True)
     values |= {"layout": str(one.layout), "batch": one.work.batch, "micro_batches": one.work.micro_batches}
     values["model"]["recompute"] = {"none": False, "full": True}.get(one.work.recompute, "selective")
-    _new_file(file, yaml.safe_dump(values, sort_keys=False))
+    write_new(Path(file), yaml.safe_dump(values, sort_keys=False), "give a new name")
     print(f"{file} written")
 
 
@@ -404,16 +401,6 @@ def _refuse_file(file: str, name: str, formats: str = "") -> None:
         raise PlanError(
             "IG274", f"{name}: {file!r} cannot be written", seen=seen, expected="a new file in a folder that exists"
         )
-
-
-def _new_file(file: str, text: str) -> None:
-    try:
-        with Path(file).open("x", encoding="utf-8") as opened:
-            opened.write(text)
-    except OSError as error:
-        raise PlanError(
-            "IG274", f"{file} cannot be written: {error.strerror}", expected="a new file in a folder that exists"
-        ) from error
 
 
 def long_run(options: argparse.Namespace, count: int, one: Candidate) -> str:

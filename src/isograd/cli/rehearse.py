@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isograd.cli.subcommands import CommandParser
 from isograd.core.layout import Layout
 from isograd.errors import ConfigError, PlanError
 from isograd.io import plots
@@ -31,9 +32,9 @@ MOST = 10_000  # micro-batches: more would take days
 PATIENCE = 15.0  # seconds between two words about how far it is
 
 
-def rehearse(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
+def rehearse(words: list[str]) -> int:
     """`isograd rehearse`: run the program of each kind of rank, and check what they send; the exit code."""
-    parser = kind(
+    parser = CommandParser(
         prog="isograd rehearse", allow_abbrev=False,
         description="Run one step of a run's program on simulated ranks, without their memory, and check that every "
         "message has its other end, that no ranks wait in a circle, and that every gradient is summed once over its "
@@ -46,23 +47,20 @@ def rehearse(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
         "--micro-batches", type=int, metavar="N", help="a shorter step: so many micro-batches of the config's size"
     )
     parser.add_argument(
-        "--load", choices=("even", "zipf"), default="even",
-        help="how often tokens choose each expert: evenly (the default), or by Zipf's law, a skew",
-    )  # fmt: skip
-    parser.add_argument(
         "--picture", metavar="FILE", help="draw a step's memory of each kind of rank (.png, .svg or .pdf)"
     )
     options = parser.parse_args(words)
     config, layout = _read(options)
     from isograd.plan.check import check
     from isograd.plan.rehearse import rehearse as run
+    from isograd.train.language import model_config
 
     began = time.monotonic()
     build = _build(config, layout, options.micro_batches or config.micro_batches)
-    ranks = run(build, layout, load=options.load, tell=_Progress())
+    ranks = run(build, layout, tell=_Progress())
     print(table(ranks, layout))
-    if said := _load(config, layout, options.load):
-        print(f"\n{said}")
+    if model_config(config).experts is not None:
+        print("\nexperts: how often they are chosen is not known before the run. Stated: even")
     if options.picture is not None:
         _draw(ranks, layout, options.picture)
     findings = check(ranks, layout)
@@ -171,22 +169,6 @@ def _build(config: Config, layout: Layout, micro_batches: int) -> Build:
         return engine, batch, micro_batches
 
     return build
-
-
-def _load(config: Config, layout: Layout, load: str) -> str:
-    """What is assumed of experts; nothing where there are none."""
-    from isograd.plan.expert_load import busiest
-    from isograd.train.language import model_config
-
-    experts = model_config(config).experts
-    if experts is None:
-        return ""
-    share = busiest(load, experts.number, experts.per_token, layout.ep)
-    named = {"even": "even", "zipf": "by Zipf's law, in one order on all ranks and layers"}[load]
-    return (
-        f"experts: how often they are chosen is not known before the run. Stated: {named}; the busiest rank of an ep "
-        f"group computes {share:.2f} times an even share"
-    )
 
 
 def _draw(ranks: list[RehearsedRank], layout: Layout, path: str) -> None:

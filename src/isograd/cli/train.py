@@ -18,6 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isograd.cli.subcommands import CommandParser, number
 from isograd.errors import ConfigError
 from isograd.io import terminal
 from isograd.train.run.signals import SignalListener
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from isograd.train.config import Config
     from isograd.train.reading import LoadedConfig
 
-Parser = type[argparse.ArgumentParser]
 FIELD = re.compile(r"[A-Za-z_][\w.]*=")  # a word that sets a field, unless it is the name of a file
+STEP = number(1, 10**18)
 TRAIN_END = """Any field of the config can be set here:
   --optimizer.lr 1e-3 --layout "dp4 zero2" data.length=256
 
@@ -41,9 +42,9 @@ exit codes:
   1   anything else"""
 
 
-def train(words: list[str], kind: Parser) -> int:
+def train(words: list[str]) -> int:
     """`isograd train`: show what will be done, then start the ranks or join those that run; the exit code."""
-    parser = kind(
+    parser = CommandParser(
         prog="isograd train", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train by a config. Starts local ranks itself, or joins torchrun's or Slurm's.", epilog=TRAIN_END,
     )  # fmt: skip
@@ -57,7 +58,7 @@ def train(words: list[str], kind: Parser) -> int:
     parser.add_argument(
         "--profile", type=_steps, metavar="STEPS", help="trace these steps by torch's profiler, such as 5 or 5-7"
     )
-    parser.add_argument("--until", type=_step, metavar="STEP", help="stop after this step, as if asked to")
+    parser.add_argument("--until", type=STEP, metavar="STEP", help="stop after this step, as if asked to")
     parser.add_argument(
         "--log-format", choices=("auto", "lines", "json"), default="auto",
         help="auto: redrawn in place on a terminal, a line a step elsewhere",
@@ -111,18 +112,18 @@ def _refuse_count(config: Config, nproc: int | None) -> None:
         )  # fmt: skip
 
 
-def config(words: list[str], kind: Parser) -> int:
+def config(words: list[str]) -> int:
     """`isograd config show` and `isograd config schema`; the exit code."""
-    parser = kind(prog="isograd config", allow_abbrev=False, description="Look at configs.")
-    verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=kind, dest="verb")
+    parser = CommandParser(prog="isograd config", allow_abbrev=False, description="Look at configs.")
+    verbs = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=CommandParser, dest="verb"
+    )
     show = verbs.add_parser("show", help="every value and where it comes from", allow_abbrev=False)
     _config_argument(show)
     verbs.add_parser("schema", help="JSON schema, for editors", allow_abbrev=False)
     verbs.add_parser("from", help="a config of DeepSpeed, Megatron, NeoX, accelerate, Trainer", allow_abbrev=False)
     if words[:1] != ["show"]:
-        options, extra = parser.parse_known_args(words)
-        if extra:
-            parser.refuse(extra)  # type: ignore[attr-defined]
+        parser.parse_args(words)
         from isograd.train.config import Config
 
         print(json.dumps(Config.model_json_schema(), indent=2))
@@ -132,11 +133,11 @@ def config(words: list[str], kind: Parser) -> int:
     return 0
 
 
-def compare(words: list[str], kind: Parser) -> int:
+def compare(words: list[str]) -> int:
     """`isograd compare`: the same run under several layouts, or runs that are over; the exit code."""
-    parser = kind(
+    parser = CommandParser(
         prog="isograd compare", allow_abbrev=False,
-        description="The same run under several layouts: losses, speed, memory, bytes on the wire. Table, PNG, HTML. "
+        description="The same run under several layouts: losses, speed, memory, bytes on the wire. Table, PNG, JSON. "
         "With folders of runs in place of a config: what they have logged.",
     )  # fmt: skip
     parser.add_argument(
@@ -171,15 +172,9 @@ def compare(words: list[str], kind: Parser) -> int:
     return run({layout: loaded.config for layout, loaded in loads.items()}, options.out)
 
 
-def _step(text: str) -> int:
-    if not text.isdecimal() or int(text[:18]) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a step: the first is 1")
-    return int(text[:18])
-
-
 def _steps(text: str) -> tuple[int, int]:
     first, dash, last = text.partition("-")
-    found = _step(first), _step(last if dash else first)
+    found = STEP(first), STEP(last if dash else first)
     if found[1] < found[0]:
         raise argparse.ArgumentTypeError(f"{text!r}: the last step comes before the first")
     return found

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,16 +51,11 @@ def prove(options: Namespace) -> Report:
         )  # fmt: skip
     if not options.layouts:
         raise ConfigError("IG621", "which layouts?", fix="--layouts 'dp2; tp2 sp'")
-    import torch
-
     if options.taylor:
         from isograd.prove.slopes import taylor_test
 
         return taylor_test(options.case, options.layouts, options.timeout)
+    from isograd.prove.builtin_cases import how
     from isograd.prove.prove import verify
 
-    return verify(
-        options.case, options.layouts, dtype=getattr(torch, options.dtype), timeout=options.timeout,
-        progress=lambda text: print(f"verify: {text}", file=sys.stderr, flush=True), keep=options.keep,
-        replay_routing=options.replay_routing,
-    )  # fmt: skip
+    return verify(options.case, options.layouts, **how(options))

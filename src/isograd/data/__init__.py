@@ -5,7 +5,9 @@ Names are loaded when first used: `isograd data --help` needs neither numpy nor 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from isograd import lazily
 
 if TYPE_CHECKING:
     from isograd.data.building import build as build
@@ -17,18 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Mixture", "Source", "Tokens", "build", "read_tokenizer", "verify"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'isograd.data' has no attribute {name!r}")
-    from isograd.data import building, mixture, show, tokens
-
-    homes = {
-        "Mixture": mixture,
-        "Source": mixture,
-        "Tokens": tokens,
-        "build": building,
-        "read_tokenizer": mixture,
-        "verify": show,
-    }
-    return getattr(homes[name], name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "Mixture": "mixture",
+        "Source": "mixture",
+        "Tokens": "tokens",
+        "build": "building",
+        "read_tokenizer": "mixture",
+        "verify": "show",
+    },
+)

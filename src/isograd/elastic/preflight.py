@@ -15,12 +15,14 @@ import os
 import platform
 import re
 import socket
+import socketserver
 import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
@@ -42,24 +44,17 @@ _ADDRESS_OF = 0x8915  # Linux: SIOCGIFADDR
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank says of itself."""
+    """What a rank says of itself. One that runs another version of this file may leave some of it out."""
 
-    rank: int
-    host: str
-    backend: str
-    variable: str  # NAME=value of what chooses the interface; empty: nothing does
-    interface: str
-    address: str  # where gloo or NCCL would listen; empty: the interface has none
-    port: int  # where this check listens
-    versions: dict[str, str]
-    code: dict[str, str]  # file: hash
-
-
-def read_facts(said: dict[str, Any]) -> RankFacts:
-    """What a rank says of itself, which may run another version of this file."""
-    nothing: dict[str, Any] = {f.name: {} if f.name in ("versions", "code") else 0 if f.name in ("rank", "port") else ""
-               for f in fields(RankFacts)}  # fmt: skip
-    return RankFacts(**{name: said.get(name, value) for name, value in nothing.items()})
+    rank: int = 0
+    host: str = ""
+    backend: str = ""
+    variable: str = ""  # NAME=value of what chooses the interface; empty: nothing does
+    interface: str = ""
+    address: str = ""  # where gloo or NCCL would listen; empty: the interface has none
+    port: int = 0  # where this check listens
+    versions: dict[str, str] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)  # file: hash
 
 
 def own_facts(rank: int, port: int, address: str, paths: Sequence[Path]) -> RankFacts:
@@ -131,38 +126,27 @@ class RankLink:
     bytes_per_s: float | None = None  # None: not measured
 
 
-class LinkListener:
+class _CountBytes(socketserver.BaseRequestHandler):
+    """Answers the bytes that came, when the other side has finished sending."""
+
+    def handle(self) -> None:
+        total, into = 0, bytearray(len(BLOCK))
+        self.request.settimeout(60)
+        with suppress(OSError):
+            while got := self.request.recv_into(into):
+                total += got
+            self.request.sendall(struct.pack("<q", total))
+
+
+class LinkListener(socketserver.ThreadingTCPServer):
     """Counts the blocks that each connection sends, until it is closed."""
 
+    daemon_threads, request_queue_size = True, 128
+
     def __init__(self, address: str) -> None:
-        self._socket = socket.create_server((address, 0))
-        self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True, name="isograd check network").start()
-
-    def close(self) -> None:
-        """Accept no more."""
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=_count, args=(connection,), daemon=True).start()
-
-
-def _count(connection: socket.socket) -> None:
-    """Answer the bytes that came, when the other side has finished sending."""
-    total, into = 0, bytearray(len(BLOCK))
-    with connection:
-        connection.settimeout(60)
-        try:
-            while got := connection.recv_into(into):
-                total += got
-            connection.sendall(struct.pack("<q", total))
-        except OSError:
-            return
+        super().__init__((address, 0), _CountBytes)
+        self.port = int(self.server_address[1])
+        threading.Thread(target=self.serve_forever, daemon=True, name="isograd check network").start()
 
 
 def measure(source: int, target: int, address: str, port: int, wait_s: float, *, speed: bool) -> RankLink:
@@ -187,66 +171,63 @@ def measure(source: int, target: int, address: str, port: int, wait_s: float, *,
 
 @dataclass(frozen=True)
 class Preflight:
-    """What rank 0 knows in the end."""
+    """What all ranks know in the end."""
 
     facts: list[RankFacts]
     links: list[RankLink]
     joined: dict[int, str]  # rank: why it could not join, or the wrong sum that it got
 
 
-class _Store:
-    """JSON by name, with a time limit."""
+@dataclass(frozen=True)
+class SharedNotes:
+    """JSON by name, in the store where ranks meet."""
 
-    def __init__(self, store: Any, wait_s: float) -> None:
-        self._store, self.wait_s = store, wait_s
+    store: Any
+    rank: int
+    size: int
+    wait_s: float
 
     def put(self, name: str, value: Any) -> None:
-        self._store.set(f"isograd/preflight/{name}", json.dumps(value))
+        """Say something to the others."""
+        self.store.set(f"isograd/preflight/{name}/{self.rank}", json.dumps(value))
 
-    def get(self, name: str, wait_s: float | None = None) -> Any:
-        """None: nobody has put it in time."""
-        key, end = f"isograd/preflight/{name}", time.monotonic() + (self.wait_s if wait_s is None else wait_s)
-        while not self._store.check([key]):
-            if time.monotonic() > end:
-                return None
-            time.sleep(0.02)
-        return json.loads(self._store.get(key))
+    def gather(self, name: str, value: Any, times: float = 1.0) -> list[Any]:
+        """What every rank says; None of those that have not in `times` the time to wait."""
+        self.put(name, value)
+        found, end = [], time.monotonic() + times * self.wait_s
+        for rank in range(self.size):
+            key = f"isograd/preflight/{name}/{rank}"
+            while not (there := self.store.check([key])) and time.monotonic() < end:
+                time.sleep(0.02)
+            found.append(json.loads(self.store.get(key)) if there else None)
+        return found
 
 
-def preflight(paths: Sequence[Path], wait_s: float) -> tuple[Preflight | None, int, _Store]:
-    """(everything, on rank 0, else None; this rank; the store)."""
-    store, rank, size = _connect_store(wait_s)
-    address = chosen()
+def preflight(paths: Sequence[Path], wait_s: float) -> tuple[Preflight, SharedNotes]:
+    """Look at the machines, on all ranks together."""
+    notes = _connect_store(wait_s)
+    rank, address = notes.rank, chosen()
     listener = LinkListener(address or "127.0.0.1")
-    mine = own_facts(rank, listener.port, address, paths)
-    store.put(f"rank/{rank}", asdict(mine))
-    end = time.monotonic() + wait_s
-    said = [store.get(f"rank/{other}", max(0.0, end - time.monotonic())) for other in range(size)]
+    said = notes.gather("rank", asdict(own_facts(rank, listener.port, address, paths)))
     absent = [other for other, found in enumerate(said) if found is None]
     if absent:
-        raise _absent(f"ranks {absent} of {size}", wait_s, rank)
-    facts = [read_facts(found) for found in said]
+        raise _absent(f"ranks {absent} of {notes.size}", wait_s, rank)
+    known = {each.name for each in fields(RankFacts)}
+    facts = [RankFacts(**{name: value for name, value in found.items() if name in known}) for found in said]
     links: list[RankLink] = []
     for number, pairs in enumerate(rounds(ranks_that_measure(facts))):
         for a, b in pairs:
-            if rank in (a, b):
-                peer = facts[b if rank == a else a]
-                if peer.address:
-                    links.append(measure(rank, peer.rank, peer.address, peer.port, wait_s / 2, speed=rank == a))
-        store.put(f"round/{number}/{rank}", True)
-        for other in range(size):
-            store.get(f"round/{number}/{other}", 2 * wait_s)
-    bad = any(link.error for link in links)
-    store.put(f"bad/{rank}", bad)
-    any_bad = [store.get(f"bad/{other}", 2 * wait_s) for other in range(size)] != [False] * size
-    joined = None if any_bad or not all(one.address for one in facts) else _join(rank, size, wait_s)
-    listener.close()
-    store.put(f"found/{rank}", {"links": [asdict(link) for link in links], "joined": joined})
-    if rank:
-        return None, rank, store
-    found = [store.get(f"found/{other}", 3 * wait_s) or {"links": [], "joined": "no answer"} for other in range(size)]
-    every = [RankLink(**link) for one in found for link in one["links"]]
-    return Preflight(facts, every, {r: one["joined"] for r, one in enumerate(found) if one["joined"]}), rank, store
+            peer = facts[b if rank == a else a]
+            if rank in (a, b) and peer.address:
+                links.append(measure(rank, peer.rank, peer.address, peer.port, wait_s / 2, speed=rank == a))
+        notes.gather(f"round-{number}", True, 2.0)
+    well = notes.gather("well", not any(link.error for link in links), 2.0)
+    joined = _join(rank, notes.size, wait_s) if all(well) and all(one.address for one in facts) else None
+    listener.shutdown()
+    mine = {"links": [asdict(link) for link in links], "joined": joined}
+    every = [one or {"links": [], "joined": "no answer"} for one in notes.gather("found", mine, 3.0)]
+    unjoined = {other: one["joined"] for other, one in enumerate(every) if one["joined"]}
+    return Preflight(facts, [RankLink(**link) for one in every for link in one["links"]], unjoined), notes
 
 
 def _absent(seen: str, wait_s: float, rank: int | str) -> NetworkError:
@@ -258,7 +239,7 @@ def _absent(seen: str, wait_s: float, rank: int | str) -> NetworkError:
     )  # fmt: skip
 
 
-def _connect_store(wait_s: float) -> tuple[_Store, int, int]:
+def _connect_store(wait_s: float) -> SharedNotes:
     place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
     try:
         store, rank, size = raw.meet(wait_s)
@@ -283,7 +264,7 @@ def _connect_store(wait_s: float) -> tuple[_Store, int, int]:
             f"{', '.join(f'{address} ({name})' for name, address in addresses().items())}",
             where=f"rank {os.environ.get('RANK', '?')}",
         ) from None  # fmt: skip
-    return _Store(store, wait_s), rank, size
+    return SharedNotes(store, rank, size, wait_s)
 
 
 def ranks_that_measure(facts: Sequence[RankFacts]) -> list[int]:
@@ -325,84 +306,68 @@ def _join(rank: int, size: int, wait_s: float) -> str | None:
 def analyze(found: Preflight) -> list[NetworkError]:
     """Everything that is wrong, the causes first."""
     facts = found.facts
-    return [
-        *_interfaces(facts), *_connections(found), *_joins(found), *_differ(facts, "versions", "IG295"),
-        *_differ(facts, "code", "IG296"),
-    ]  # fmt: skip
+    wrong = [*_interfaces(facts)]
+    if broken := [link for link in found.links if link.error]:
+        ends = [(facts[link.source], facts[link.target], link.error) for link in broken]
+        said = [f"{_place(a)} to {_place(b)} ({b.address}:{b.port}): {error}" for a, b, error in ends]
+        wrong.append(NetworkError(
+            "IG292", f"{len(broken)} of {len(found.links)} connections between ranks cannot be made",
+            seen=_listed(said),
+            expected="TCP between all machines, in both directions, at any port above 1023",
+            fix="open these ports between the machines; ranks listen at ports that the system chooses "
+            "('sysctl net.ipv4.ip_local_port_range')",
+        ))  # fmt: skip
+    if found.joined:
+        wrong.append(NetworkError(
+            "IG297", f"a world of these ranks over {facts[0].backend} does not work, although their connections do",
+            seen=_listed([f"rank {rank}: {why}" for rank, why in found.joined.items()]),
+            expected="a world that sums a number", fix="set NCCL_DEBUG=INFO for NCCL; read the first rank's error",
+        ))  # fmt: skip
+    for part, code, fix in (("versions", "IG295", "install the same versions"),
+                            ("code", "IG296", "copy the same files to every machine")):  # fmt: skip
+        if seen := _differ(facts, part):
+            differ = "differs" if part == "code" else "differ"
+            what = f"{part} {differ} between ranks"
+            wrong.append(NetworkError(code, what, seen=seen, expected=f"the same {part} on every machine", fix=fix))
+    return wrong
 
 
-def _interfaces(facts: Sequence[RankFacts]) -> list[NetworkError]:
+def _place(one: RankFacts) -> str:
+    return f"rank {one.rank} on {one.host}"
+
+
+def _listed(said: Sequence[str]) -> str:
+    return "; ".join(said[:SHOWN]) + ("; ..." if len(said) > SHOWN else "")
+
+
+def _interfaces(facts: Sequence[RankFacts]) -> Iterator[NetworkError]:
     hosts = {one.host for one in facts}
     none = [one for one in facts if not one.address]
     looped = [one for one in facts if one.address.startswith("127.") and len(hosts) > 1]
-    errors = []
     for wrong, seen in ((none, "no such interface, or none with an IPv4 address"), (looped, "the loopback address")):
         if wrong:
             said = [f"{one.variable or 'no variable set'}: {one.address or 'no address'}" for one in wrong]
-            errors.append(NetworkError(
+            yield NetworkError(
                 "IG293", "the interface at which ranks would listen cannot be reached from other machines",
                 seen=f"{seen} on {_ranks(wrong)} ({', '.join(sorted(set(said)))})",
                 expected="the interface that connects the machines",
                 fix=f"set {wrong[0].backend.upper()}_SOCKET_IFNAME to its name on every machine; "
                 "'ip -brief address' lists them",
-            ))  # fmt: skip
-    return errors
+            )  # fmt: skip
 
 
-def _connections(found: Preflight) -> list[NetworkError]:
-    broken = [link for link in found.links if link.error]
-    if not broken:
-        return []
-    facts = found.facts
-
-    def spell(link: RankLink) -> str:
-        a, b = facts[link.source], facts[link.target]
-        return f"rank {a.rank} on {a.host} to rank {b.rank} on {b.host} ({b.address}:{b.port}): {link.error}"
-
-    return [
-        NetworkError(
-            "IG292", f"{len(broken)} of {len(found.links)} connections between ranks cannot be made",
-            seen="; ".join(map(spell, broken[:SHOWN])) + ("; ..." if len(broken) > SHOWN else ""),
-            expected="TCP between all machines, in both directions, at any port above 1023",
-            fix="open these ports between the machines; ranks listen at ports that the system chooses "
-            "('sysctl net.ipv4.ip_local_port_range')",
-        )
-    ]  # fmt: skip
-
-
-def _joins(found: Preflight) -> list[NetworkError]:
-    if not found.joined:
-        return []
-    backend = found.facts[0].backend
-    return [
-        NetworkError(
-            "IG297", f"a world of these ranks over {backend} does not work, although their connections do",
-            seen="; ".join(f"rank {rank}: {why}" for rank, why in list(found.joined.items())[:SHOWN]),
-            expected="a world that sums a number", fix="set NCCL_DEBUG=INFO for NCCL; read the first rank's error",
-        )
-    ]  # fmt: skip
-
-
-def _differ(facts: Sequence[RankFacts], part: str, code: str) -> list[NetworkError]:
-    """Of versions or code: which ranks are not as most are, and in what."""
+def _differ(facts: Sequence[RankFacts], part: str) -> str:
+    """Of versions or code: which ranks are not as most are, and in what; empty: all are alike."""
     values: list[dict[str, str]] = [getattr(one, part) for one in facts]
     usual = Counter(json.dumps(value, sort_keys=True) for value in values).most_common(1)[0][0]
     most: dict[str, str] = json.loads(usual)
     other = [one for one, value in zip(facts, values, strict=True) if value != most]
-    if not other:
-        return []
-    others: dict[str, str] = getattr(other[0], part)
-    differ = "differs" if part == "code" else "differ"
+    others: dict[str, str] = getattr(other[0], part) if other else most
     names = [name for name in sorted({*most, *others}) if most.get(name) != others.get(name)]
-    seen = [f"{name} {others.get(name, 'is missing')} on {_ranks(other)}, {most.get(name, 'missing')} on the others"
-            for name in names[:SHOWN]]  # fmt: skip
-    return [
-        NetworkError(
-            code, f"{part} {differ} between ranks", seen="; ".join(seen) + ("; ..." if len(names) > SHOWN else ""),
-            expected=f"the same {part} on every machine",
-            fix="install the same versions" if part == "versions" else "copy the same files to every machine",
-        )
-    ]  # fmt: skip
+    return _listed([
+        f"{name} {others.get(name, 'is missing')} on {_ranks(other)}, {most.get(name, 'missing')} on the others"
+        for name in names
+    ])  # fmt: skip
 
 
 def _ranks(facts: Sequence[RankFacts]) -> str:

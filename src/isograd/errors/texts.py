@@ -66,6 +66,9 @@ IG424: shards of {place} are missing
   expected: every file that model.safetensors.index.json names
   fix:      copy the folder again
 IG430: unknown order {order!r} of sequence blocks
+IG441: the attention of {name} cannot be reached
+  expected: a causal language model of transformers, whose tokens are mixed by its attention interface only
+  fix:      isograd.models.Transformer, or isograd.sequence.attend inside the model's own attention
 IG452: the capacity of experts per {capacity_scope} would change with the layout
   seen:     capacity_scope {capacity_scope!r}: which tokens are together in one depends on dp, cp, tp and on the
             micro-batches
@@ -79,6 +82,17 @@ IG455: the scores of experts are NaN: no choice of experts means anything
   expected: scores that are numbers
   fix:      the first of these layers is the place to look: its router's weight, or what came before it, is not
             finite; no rank has stepped, so a checkpoint of the step before is good
+IG463: no tensor plan says how {name} is cut over tp
+  expected: an architecture for which transformers ships a plan
+  fix:      leave tp out: dp, cp and zero0 to zero3 need no plan
+IG464: the style {style!r} is not supported for {name}
+  expected: linear layers, embeddings, and layers of experts in transformers' own form
+  fix:      leave out tp and ep: dp, cp and zero0 to zero3 need no plan
+IG465: {what_is_cut} cannot be cut over {axis}{size}
+  fix:      another {axis}; dp and zero3 cut any model
+IG641: pairs train a Hugging Face encoder
+  expected: a folder with config.json, model.safetensors and a tokenizer
+  fix:      --model.path FOLDER
 IG644: no page can be served on port {port} of this computer
   expected: a free port
   fix:      leave --port out: a free one is found
@@ -125,8 +139,14 @@ IG807: this split does not fit the model and the layout
 IG808: a model cut into stages cannot be called: its stages run in the order of a schedule
   seen:     a forward under {layout!r}
   expected: engine.train_step({batch}, micro_batches=k), or engine.evaluate
+IG860: {place} is no checkpoint of this integration
+  expected: a folder that it has saved, under any layout; those of other programs are pickles
+  fix:      start a new run from its weights, exported to safetensors
+IG866: {loop} asks for what one engine for each model cannot do
 IG867: {name} has no optimizer's state of isograd beside it
   expected: a checkpoint that was saved with this strategy, with its folder
+IG868: this cannot be asked of DeepSpeed's loop and Ulysses on isograd's engine
+  fix:      docs/integrations/deepspeed.md lists what the integration has
 IG900: {folder} holds no tokens
   expected: a folder with manifest.json, as isograd data build makes it
 IG901: {path} is not a manifest that this version reads

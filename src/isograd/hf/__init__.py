@@ -10,8 +10,9 @@ A model that is already built is attached: ig.hf.attach(model, mesh). Names are 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from isograd import lazily
 
 if TYPE_CHECKING:
     from isograd.hf.adapter_files import export_adapters as export_adapters
@@ -25,23 +26,20 @@ if TYPE_CHECKING:
     from isograd.hf.proof import Proof as Proof
     from isograd.hf.proof import prove as prove
 
-_HOMES = {
-    "HuggingFace": "families",
-    "BatchPart": "losses",
-    "Proof": "proof",
-    "attach": "loading",
-    "export_adapters": "adapter_files",
-    "export_hf": "export",
-    "load": "loading",
-    "load_config": "configs",
-    "prove": "proof",
-    "shard": "losses",
-}
-
 __all__ = ["BatchPart", "HuggingFace", "Proof", "attach", "load", "prove", "shard"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"isograd.hf.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'isograd.hf' has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "HuggingFace": "families",
+        "BatchPart": "losses",
+        "Proof": "proof",
+        "attach": "loading",
+        "export_adapters": "adapter_files",
+        "export_hf": "export",
+        "load": "loading",
+        "load_config": "configs",
+        "prove": "proof",
+        "shard": "losses",
+    },
+)

@@ -160,13 +160,7 @@ def _register_and_try(model: Any, tried: Any) -> tuple[list[Any], str]:
     """The model's configs, which now name our attention, and the name of its previous attention."""
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation"):
-        raise ModelError(
-            "IG441",
-            f"the attention of {name} cannot be reached",
-            seen="a module without set_attn_implementation",
-            expected="a transformers model",
-            fix="isograd.models.Transformer, or isograd.sequence.attend inside the model's own attention",
-        )
+        raise ModelError("IG441", seen="a module without set_attn_implementation", name=name)
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for known in (NAME, TRIAL):

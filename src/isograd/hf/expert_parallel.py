@@ -61,11 +61,10 @@ def number_of(name: str, module: Any, mesh: Mesh, style: str) -> int:
     if not isinstance(number, int) or not own or odd or inner or elsewhere:
         raise ModelError(
             "IG464",
-            f"the style {style!r} is not supported for {name}",
             seen=f"a {type(module).__name__} whose parameters are not one stack of experts: {odd + inner}",
-            expected="a layer of experts in transformers' own form",
-            fix="leave out tp and ep: dp, cp and zero0 to zero3 need no plan",
             where=mesh.describe_rank(),
+            style=style,
+            name=name,
         )
     return number
 
@@ -75,13 +74,9 @@ def shard_of(name: str, number: int, axis: str, mesh: Mesh) -> Shard:
     parts = mesh.size(axis)
     if number % parts:
         raise ModelError(
-            "IG465",
-            f"the {number} experts of {name} cannot be cut over {axis}{parts}",
-            seen=str(mesh.layout),
-            expected=f"{axis} that divides the number of experts",
-            fix=f"another {axis}; dp and zero3 cut any model",
-            where=mesh.describe_rank(),
-        )
+            "IG465", seen=str(mesh.layout), expected=f"{axis} that divides the number of experts",
+            where=mesh.describe_rank(), what_is_cut=f"the {number} experts of {name}", axis=axis, size=parts,
+        )  # fmt: skip
     return Shard.even(axis, 0, number, parts)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd.errors import ModelError
+from isograd.errors import ModelError, headline
 
 NAME, TRIAL = "isograd", "isograd_trial"  # names of our attention in transformers' registry
 TOKENS, POISONED = 4, 1
@@ -74,11 +74,7 @@ def probe_cp(model: Any) -> None:
         if isinstance(error, ModelError) and error.code != "IG443":
             raise
         raise ModelError(
-            "IG441",
-            f"the attention of {name} cannot be reached",
-            seen=f"{type(error).__name__}: {error}" if not isinstance(error, ModelError) else error.seen,
-            expected="a causal language model that passes its keywords on to transformers' attention interface",
-            fix="isograd.models.Transformer, or isograd.sequence.attend inside the model's own attention",
+            "IG441", seen=error.seen if isinstance(error, ModelError) else headline(error), name=name
         ) from error
     finally:
         for module, mode in modes:
@@ -112,11 +108,9 @@ def _tokens_meet_in_attention_only(model: Any, name: str) -> None:
     if not alone.queries or reached != [POISONED]:
         raise ModelError(
             "IG441",
-            f"the attention of {name} cannot be reached",
             seen=f"{len(alone.queries)} calls of transformers' attention interface; with each token seeing only "
             f"itself, a NaN at token {POISONED} came out at {reached}",
-            expected="tokens that are mixed by attention only, and one output for each",
-            fix="isograd.models.Transformer, or isograd.sequence.attend inside the model's own attention",
+            name=name,
         )
     if loss is not None and not bool(loss.isnan()):
         raise _wrong_loss(

@@ -338,23 +338,12 @@ class _Cutter:
 
     def _indivisible(self, what: str, expected: str) -> ModelError:
         return ModelError(
-            "IG465",
-            f"{what} cannot be cut over tp{self.tp}",
-            seen=str(self.mesh.layout),
-            expected=expected,
-            fix="another tp; dp and zero3 cut any model",
-            where=self.mesh.describe_rank(),
-        )
+            "IG465", seen=str(self.mesh.layout), expected=expected, where=self.mesh.describe_rank(), what_is_cut=what,
+            axis="tp", size=self.tp,
+        )  # fmt: skip
 
     def _unsupported(self, name: str, style: str, seen: str) -> ModelError:
-        return ModelError(
-            "IG464",
-            f"the style {style!r} is not supported for {name}",
-            seen=seen,
-            expected="linear layers, embeddings, and layers of experts in transformers' own form",
-            fix="leave tp out: dp, cp and zero0 to zero3 need no plan",
-            where=self.mesh.describe_rank(),
-        )
+        return ModelError("IG464", seen=seen, where=self.mesh.describe_rank(), style=style, name=name)
 
 
 def _number(holder: Any, names: Iterable[str]) -> int | None:

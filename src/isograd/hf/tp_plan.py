@@ -86,13 +86,9 @@ def read_plan(model: Any, mesh: Mesh) -> dict[str, str]:
     name = type(model).__name__
     if not plan:
         raise ModelError(
-            "IG463",
-            f"{name} has no tensor plan: nothing says how it is cut over tp",
-            seen=f"tp{mesh.size('tp')}, and neither base_model_tp_plan in {type(model.config).__name__} nor _tp_plan",
-            expected="an architecture for which transformers ships a plan",
-            fix="leave tp out: dp, cp and zero0 to zero3 need no plan",
-            where=mesh.describe_rank(),
-        )
+            "IG463", seen=f"neither base_model_tp_plan in {type(model.config).__name__} nor _tp_plan",
+            where=mesh.describe_rank(), name=name,
+        )  # fmt: skip
     parameters = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     towers = names_of_towers(model)
     names = [n for n in [n for n, _ in model.named_modules() if n] + sorted(parameters) if not is_below(n, towers)]
@@ -103,22 +99,14 @@ def read_plan(model: Any, mesh: Mesh) -> dict[str, str]:
     if unknown:
         where, style = next(iter(unknown.items()))
         raise ModelError(
-            "IG464",
-            f"the tensor plan of {name} has a style that is not supported: {style!r}",
-            seen=f"{where}: {style}{did_you_mean(style, KNOWN)}",
-            expected=f"one of {', '.join(KNOWN)}",
-            fix="leave tp out: dp, cp and zero0 to zero3 need no plan",
-            where=mesh.describe_rank(),
-        )
+            "IG464", seen=f"{where}: {style}{did_you_mean(style, KNOWN)}", expected=f"one of {', '.join(KNOWN)}",
+            where=mesh.describe_rank(), style=style, name=name,
+        )  # fmt: skip
     if not any(style in CUTS or style == EXPERTS for style in found.values()):
         raise ModelError(
-            "IG463",
-            f"the tensor plan of {name} names no module of it",
-            seen=f"{sorted(plan)[:6]}",
-            expected=f"names such as {[pattern_of(n) for n in sorted(parameters)[:3]]}",
-            fix="leave tp out: dp, cp and zero0 to zero3 need no plan",
-            where=mesh.describe_rank(),
-        )
+            "IG463", seen=f"{sorted(plan)[:6]}, and names such as {[pattern_of(n) for n in sorted(parameters)[:3]]}",
+            where=mesh.describe_rank(), name=name,
+        )  # fmt: skip
     return {n: style for n, style in found.items() if style not in ("local_params", "replicate")}
 
 

@@ -5,6 +5,7 @@ Names are loaded when first used; a package that is not installed is named by it
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -19,38 +20,24 @@ if TYPE_CHECKING:
 __all__ = ["Accelerator", "FabricStrategy", "LightningStrategy", "deepspeed", "trainer", "verl"]
 
 
+# The module of each name, the packages that it needs, and one that will do instead.
+_HOMES = {
+    "Accelerator": ("accelerator", ["accelerate"], ""),
+    "FabricStrategy": ("fabric", ["lightning"], "lightning_fabric"),
+    "LightningStrategy": ("lightning", ["lightning"], "pytorch_lightning"),
+    "deepspeed": ("deepspeed", [], ""),
+    "trainer": ("trainer_class", ["transformers", "accelerate"], ""),
+    "verl": ("verl", ["verl"], ""),
+}
+
+
 def __getattr__(name: str) -> Any:
     from isograd.integrations.world import require_packages
 
-    if name == "Accelerator":
-        require_packages(["accelerate"], "ig.integrations.Accelerator")
-        from isograd.integrations.accelerator import Accelerator
-
-        return Accelerator
-    if name == "FabricStrategy":
-        if find_spec("lightning_fabric") is None:
-            require_packages(["lightning"], "ig.integrations.FabricStrategy")
-        from isograd.integrations.fabric import FabricStrategy
-
-        return FabricStrategy
-    if name == "LightningStrategy":
-        if find_spec("pytorch_lightning") is None:
-            require_packages(["lightning"], "ig.integrations.LightningStrategy")
-        from isograd.integrations.lightning import LightningStrategy
-
-        return LightningStrategy
-    if name == "deepspeed":
-        import isograd.integrations.deepspeed
-
-        return isograd.integrations.deepspeed
-    if name == "verl":
-        require_packages(["verl"], "ig.integrations.verl")
-        import isograd.integrations.verl
-
-        return isograd.integrations.verl
-    if name == "trainer":
-        require_packages(["transformers", "accelerate"], "ig.integrations.trainer")
-        from isograd.integrations.trainer_class import trainer
-
-        return trainer
-    raise AttributeError(f"module 'isograd.integrations' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'isograd.integrations' has no attribute {name!r}")
+    home, packages, instead = _HOMES[name]
+    if not (instead and find_spec(instead)):
+        require_packages(packages, f"ig.integrations.{name}")
+    module = import_module(f"isograd.integrations.{home}")
+    return module if home == name else getattr(module, name)

@@ -37,7 +37,7 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
     every = keys.positive_int("num_processes", "layout: its ranks", 1)
     ranks = ranks or every
     words = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
-    dtype = words[keys.word("mixed_precision", "model.dtype", tuple(words), "no")]
+    dtype = keys.word("mixed_precision", "model.dtype", words, "no")
     sizes, stage, clip, parts = {"tp": 1, "cp": 1, "pp": 1}, 0, None, 1
     cut, fsdp = keys.section("parallelism_config"), keys.section("fsdp_config")
     _, shards, tp, cp, sp = (

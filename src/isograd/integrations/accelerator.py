@@ -160,12 +160,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _unlike_engine(self, seen: str, expected: str) -> IntegrationError:
         return IntegrationError(
-            "IG866",
-            "accelerate asks for what one engine for each model cannot do",
-            seen=f"{seen} under {str(self._mesh.layout)!r}",
-            expected=expected,
-            where=self._mesh.describe_rank(),
-        )
+            "IG866", seen=f"{seen} under {str(self._mesh.layout)!r}", expected=expected,
+            where=self._mesh.describe_rank(), loop="accelerate",
+        )  # fmt: skip
 
     def _one(self, found: Sequence[TrainedModule]) -> TrainedModule:
         if len(found) != 1 or found[0].engine is None:

@@ -112,12 +112,7 @@ class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     def _refuse(self, seen: str, expected: str, fix: str = OTHERWISE) -> NoReturn:
         raise IntegrationError(
-            "IG866",
-            "Fabric asks for what one engine for each module cannot do",
-            seen=seen,
-            expected=expected,
-            fix=fix,
-            where=f"rank {self.global_rank}",
+            "IG866", seen=seen, expected=expected, fix=fix, where=f"rank {self.global_rank}", loop="Fabric"
         )
 
     # -- a step

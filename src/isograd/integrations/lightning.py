@@ -209,12 +209,9 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     def _engine_of(self, asked: str) -> Engine:
         if self.engine is None:
             raise IntegrationError(
-                "IG866",
-                f"LightningStrategy.{asked} before fit has set up",
-                seen="no engine",
-                expected="trainer.fit(module)",
-                fix="Fabric has a strategy of its own: ig.integrations.FabricStrategy",
-            )
+                "IG866", seen=f"LightningStrategy.{asked} before fit has set up", expected="trainer.fit(module)",
+                fix="Fabric has a strategy of its own: ig.integrations.FabricStrategy", loop="a program",
+            )  # fmt: skip
         return self.engine
 
     # -- files

@@ -76,45 +76,27 @@ def convert_neox(values: object, ranks: int | None) -> Convert:
     return _Reader(values, ranks, neox=True).config()
 
 
-class _Reader:
-    """A file's keys, asked for by Megatron-LM's names with underscores."""
+class _Reader(Keys):
+    """A file's keys, by Megatron-LM's names with underscores."""
 
     def __init__(self, values: object, ranks: int | None, *, neox: bool) -> None:
         if not isinstance(values, dict) or not values:
             raise IntegrationError(
                 "IG863", "no arguments of Megatron-LM, and no keys of GPT-NeoX", fix="--kind says whose it is"
             )
-        named = {str(name).replace("-", "_"): value for name, value in values.items() if value is not None}
-        self.keys, self.neox = Keys(named, []), neox
-        nodes, each = (self.keys.positive_int(n, "layout: its ranks") for n in ("nnodes", "nproc_per_node"))
+        given = {str(name).replace("-", "_"): value for name, value in values.items() if value is not None}
+        of_neox = {theirs: name for name, theirs in NEOX.items()} | {name: f"megatron {name}" for name in NEOX}
+        names = {name: of_neox.get(name, name) if neox else name for name in given}
+        super().__init__({names[name]: value for name, value in given.items()}, [])
+        self.spelled, self.neox = (NEOX if neox else {}) | {name: own for own, name in names.items()}, neox
+        nodes, each = (self.count(n, "layout: its ranks") for n in ("nnodes", "nproc_per_node"))
         self.ranks = ranks or ((nodes or 1) * each if each else None)
-
-    def name(self, megatron: str) -> str:
-        """What the file calls it."""
-        return NEOX.get(megatron, megatron) if self.neox else megatron
 
     def count(self, name: str, sets: str, default: int | None = None) -> Any:
         """A whole number; of one, GPT-NeoX writes 0."""
-        if self.neox and self.keys.values.get(self.name(name)) == 0:
-            self.keys.values[self.name(name)] = 1
-        return self.keys.positive_int(self.name(name), sets, default)
-
-    def number(self, name: str, sets: str, default: float | None = None) -> Any:
-        """A number."""
-        found = self.keys.number(self.name(name), sets, default)
-        return None if found is None else float(found)
-
-    def flag(self, name: str, sets: str) -> bool:
-        """Whether it is on."""
-        return bool(self.keys.flag(self.name(name), sets))
-
-    def word(self, name: str, sets: str, choices: dict[str, Any], default: str) -> Any:
-        """What one of a few words means."""
-        return choices[self.keys.word(self.name(name), sets, tuple(choices), default)]
-
-    def refuse(self, name: str, value: object, why: str) -> None:
-        """A value that would train otherwise."""
-        self.keys.row(name, value, "refused", why)
+        if self.neox and self.values.get(name) == 0:
+            self.values[name] = 1
+        return self.positive_int(name, sets, default)
 
     # -- the parts of a config
 
@@ -123,16 +105,16 @@ class _Reader:
         options = self._model()
         layout, data = self._layout(options["layers"])
         micro = self.count("micro_batch_size", "batch, micro_batches", 1)
-        parts = self.keys.positive_int("gradient_accumulation_steps", "micro_batches") if self.neox else None
+        parts = self.positive_int("gradient_accumulation_steps", "micro_batches") if self.neox else None
         batch = self.count("global_batch_size", "batch", micro * data * (parts or 1))
         if batch % (micro * data) or (parts and parts * micro * data != batch):
-            self.refuse(self.name("global_batch_size"), batch, f"is no multiple of {micro} rows x {data} data ranks")
+            self.row("global_batch_size", batch, "refused", f"is no multiple of {micro} rows x {data} data ranks")
         dtype, recompute = self._dtype(), self._recompute()
         optimizer, steps = self._optimizer(batch)
         every = self.count("save_interval", "checkpoint.every")
         found: dict[str, Any] = {
             "version": 1,
-            "run": self.keys.take("save", "a text", lambda v: isinstance(v, str), "runs/megatron", "run"),
+            "run": self.take("save", "a text", lambda v: isinstance(v, str), "runs/megatron", "run"),
             "layout": layout,
             "model": {"dtype": dtype, "recompute": recompute, "options": options},
             "data": {"sources": [{"path": "data/mine"}], "length": self.count("seq_length", "data.length", 1024)},
@@ -147,10 +129,10 @@ class _Reader:
             },
             "log": {"every": self.count("log_interval", "log.every", 100)},
         }
-        keep = self.keys.positive_int("keep_last_n_checkpoints", "checkpoint.keep_last") if self.neox else None
+        keep = self.positive_int("keep_last_n_checkpoints", "checkpoint.keep_last") if self.neox else None
         found["checkpoint"] |= {"keep_last": keep} if keep else {}
-        self.keys.classify_rest(IDLE, OPEN)
-        return found, self.keys.rows
+        self.classify_rest(IDLE, OPEN)
+        return found, self.rows
 
     def _layout(self, layers: int) -> tuple[str, int]:
         """(layout, how many ranks have rows of their own)."""
@@ -165,7 +147,9 @@ class _Reader:
         zero = self._zero()
         ranks = self.ranks or tp * pp * cp * max(1, ep // (tp * cp))
         if ranks % (tp * pp * cp):
-            self.refuse("--ranks", ranks, f"is no multiple of {tp * pp * cp}, which the layout has; give --ranks")
+            self.row(
+                "--ranks", ranks, "refused", f"is no multiple of {tp * pp * cp}, those of the layout; give --ranks"
+            )
         data = max(1, ranks // (tp * pp * cp))
         sizes = (f"pp{pp}", pp), (f"vpp{vpp}", vpp), (f"dp{data}", data), (f"cp{cp}{method}", cp), (f"tp{tp}", tp)
         words = [word for word, size in sizes if size > 1] + (["sp"] if sp else [])
@@ -173,7 +157,7 @@ class _Reader:
 
     def _zero(self) -> int:
         if self.neox:
-            zero = self.keys.section("zero_optimization")
+            zero = self.section("zero_optimization")
             stage = zero.take("stage", "0, 1, 2 or 3", lambda v: type(v) is int and 0 <= v <= 3, 0, "layout: zero")
             zero.rest()
             return int(stage)
@@ -187,13 +171,13 @@ class _Reader:
         """`model.options`: fields of TransformerConfig."""
         sizes = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads"}
         found: dict[str, Any] = {field: self.count(name, f"model.options.{field}") for name, field in sizes.items()}
-        if missing := [self.name(name) for name, field in sizes.items() if found[field] is None]:
+        if missing := [self.spelled.get(name, name) for name, field in sizes.items() if found[field] is None]:
             seen = f"no {', '.join(missing)}"
             raise IntegrationError("IG863", "the file describes no model", seen=seen, fix="add them to the file")
         found["vocab"] = self.count("vocab_size", "model.options.vocab")
         if found["vocab"] is None:
             found["vocab"] = 50304
-            self.keys.row("vocab_size", None, "open", "set model.options.vocab: the tokenizer's size")
+            self.row("vocab_size", None, "open", "set model.options.vocab: the tokenizer's size")
         self._feed_forward(found)
         grouped = self.neox or self.flag("group_query_attention", "model.options.kv_heads")
         groups = self.count("num_query_groups", "model.options.kv_heads")
@@ -209,7 +193,7 @@ class _Reader:
         bias = not self.flag("disable_bias_linear", "model.options: no biases")
         extra = self.flag("add_qkv_bias", "model.options.qkv_bias")
         inner, outer = (
-            self.keys.flag(n, "model.options", default=True) if self.neox else bias
+            self.flag(n, "model.options", default=True) if self.neox else bias
             for n in ("use_bias_in_attn_linear", "use_bias_in_mlp")
         )
         found |= {"qkv_bias": inner or extra, "out_bias": inner, "mlp_bias": outer}
@@ -222,7 +206,7 @@ class _Reader:
         if self.neox:
             found["parallel_residual"] = self.flag("gpt_j_residual", "model.options.parallel_residual")
             if self.flag("gpt_j_tied", "nothing") and found["parallel_residual"]:
-                self.refuse("gpt_j_tied", True, "one norm for attention and feed-forward")
+                self.row("gpt_j_tied", True, "refused", "one norm for attention and feed-forward")
         self._experts(found)
         return {name: value for name, value in found.items() if value is not None}
 
@@ -241,7 +225,7 @@ class _Reader:
             tanh = self.flag("bias_gelu_fusion", field) and not gated  # their fused kernel computes GELU by tanh
             inner = inner or int(self.number("expansion_factor", "model.options.mlp", 4.0) * hidden)
             inner = int(inner * 2 / 3) // 2 if gated else inner  # gate and value share two thirds
-            multiple = self.keys.positive_int("mlp_multiple_of", "model.options.mlp", 1)
+            multiple = self.positive_int("mlp_multiple_of", "model.options.mlp", 1)
             inner = multiple * -(-inner // multiple)
         else:
             gated = self.flag("swiglu", field)
@@ -282,7 +266,7 @@ class _Reader:
             "balance_weight": weight or 0.0,
             "z_weight": self.number("moe_z_loss_coeff", f"{place}.z_weight", 0.0),
         }
-        self.keys.take("moe_token_dispatcher_type", "a word", lambda v: isinstance(v, str), "", "nothing: layout ep")
+        self.take("moe_token_dispatcher_type", "a word", lambda v: isinstance(v, str), "", "nothing: layout ep")
 
     def _dtype(self) -> str:
         """What products are computed in."""
@@ -292,14 +276,14 @@ class _Reader:
         words = {"fp16": "fp16", "bfloat16": "bf16", "fp32": "fp32"}
         dtype = str(self.word("precision", "model.dtype", words, "fp32"))
         for name in ("fp16", "bf16"):
-            section = self.keys.section(name)
+            section = self.section(name)
             if section.flag("enabled", "model.dtype") or section.values.get(name) is True:
                 dtype = name
             for key, value in section.values.items():
                 section.row(key, value, "meaningless", "the loss scale is isograd's, and dynamic")
         return dtype
 
-    def _recompute(self) -> bool | str:
+    def _recompute(self) -> Any:
         field = "model.recompute"
         if self.neox:
             return self.flag("checkpoint_activations", field)
@@ -312,7 +296,7 @@ class _Reader:
         samples = self.count("train_samples", "steps: samples / batch")
         steps = steps or (samples // batch if samples else None)
         if steps is None:
-            self.keys.row("train_iters", None, "open", "set steps")
+            self.row("train_iters", None, "open", "set steps")
         steps = steps or 1000
         made: dict[str, Any] = {"name": "adamw", "eps": 1e-8, "betas": [0.9, 0.999]}
         if self.neox:
@@ -322,7 +306,7 @@ class _Reader:
             made |= {"lr": self.number("lr", "optimizer.lr"), "eps": self.number("adam_eps", "optimizer.eps", 1e-8)}
             made["betas"] = [self.number(f"adam_beta{n}", "optimizer.betas", made["betas"][n - 1]) for n in (1, 2)]
         if made.get("lr") is None:
-            self.keys.row("lr", None, "open", "set optimizer.lr")
+            self.row("lr", None, "open", "set optimizer.lr")
             made["lr"] = 1e-4
         made["min_lr"] = self.number("min_lr", "optimizer.min_lr", 0.0)
         decay = 0.1 if self.neox else 0.01
@@ -331,11 +315,11 @@ class _Reader:
         made |= self._schedule(steps, batch)
         for name in ("start_weight_decay", "end_weight_decay"):
             fits: Callable[[Any], bool] = lambda v: v == made["weight_decay"]  # noqa: E731
-            self.keys.take(name, "weight_decay, which is constant here", fits, None, "optimizer.weight_decay")
+            self.take(name, "weight_decay, which is constant here", fits, None, "optimizer.weight_decay")
         return made, steps
 
     def _neox_optimizer(self, made: dict[str, Any]) -> None:
-        given = self.keys.section("optimizer")
+        given = self.section("optimizer")
         given.word("type", "optimizer.name: adamw", ("Adam", "AdamW", "adam", "adamw"))
         params = given.section("params")
         made |= {"lr": params.number("lr", "optimizer.lr"), "eps": params.number("eps", "optimizer.eps", 1e-8)}
@@ -350,17 +334,17 @@ class _Reader:
         for name, per in (("lr_decay_iters", 1), ("lr_decay_samples", batch)):
             length = self.count(name, "optimizer.schedule: over all steps")
             if length and found["schedule"] != "constant" and abs(length // per - steps) > steps // 100:
-                self.refuse(name, length, f"the rate falls over all {steps} steps here: make them equal")
+                self.row(name, length, "refused", f"the rate falls over all {steps} steps here: make them equal")
         if found["schedule"] == "wsd":
-            self.keys.word("lr_wsd_decay_style", "optimizer.schedule", ("linear",))
+            self.word("lr_wsd_decay_style", "optimizer.schedule", ("linear",))
             last = self.count("lr_wsd_decay_iters", "optimizer.decay")
             found |= {"decay": last / steps} if last else {}
         share = self.number("lr_warmup_fraction", "optimizer.warmup", 0.01 if self.neox else 0.0)
         warmup = self.number("lr_warmup_iters", "optimizer.warmup", 0.0)
         rows = self.number("lr_warmup_samples", "optimizer.warmup", 0.0)
         found["warmup"] = math.ceil(share * steps) if share else int(warmup or rows // batch)
-        self.keys.take("lr_warmup_init", "0, where a warmup begins here", lambda v: v == 0, 0, "optimizer.warmup")
-        self.keys.take("rampup_batch_size", "absent: a batch is constant here", lambda v: not v, None, "batch")
+        self.take("lr_warmup_init", "0, where a warmup begins here", lambda v: v == 0, 0, "optimizer.warmup")
+        self.take("rampup_batch_size", "absent: a batch is constant here", lambda v: not v, None, "batch")
         return found
 
 

@@ -66,7 +66,7 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
         found["steps"] = steps = 1000
     for name, (field, default) in NUMBERS.items():
         if (number := keys.number(name, field, default)) is not None:
-            _put(found, field, float(number))
+            _put(found, field, number)
     for name, field in COUNTS.items():
         if (count := keys.positive_int(name, field)) is not None:
             _put(found, field, count)
@@ -76,12 +76,8 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
     betas = [keys.number("adam_beta1", "optimizer.betas", 0.9), keys.number("adam_beta2", "optimizer.betas", 0.999)]
     keys.word("optim", "optimizer.name: adamw", ADAMW)
     _put(found, "optimizer.betas", betas)
-    _put(
-        found,
-        "optimizer.schedule",
-        SCHEDULES[keys.word("lr_scheduler_type", "optimizer.schedule", tuple(SCHEDULES), "linear")],
-    )
-    _put(found, "optimizer.clip", float(keys.number("max_grad_norm", "optimizer.clip", 1.0)) or None)
+    _put(found, "optimizer.schedule", keys.word("lr_scheduler_type", "optimizer.schedule", SCHEDULES, "linear"))
+    _put(found, "optimizer.clip", keys.number("max_grad_norm", "optimizer.clip", 1.0) or None)
     warmup, ratio = (keys.number(name, "optimizer.warmup", 0) for name in ("warmup_steps", "warmup_ratio"))
     share = warmup if 0 < warmup < 1 else 0 if warmup else ratio  # below 1 it is a share of the steps
     _put(found, "optimizer.warmup", math.ceil(steps * share) if share else int(warmup))

@@ -466,13 +466,10 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         there, foreign = all_gather_object([place.is_dir(), (Path(checkpoint) / "optimizer.pt").exists()], self.mesh)[0]
         if not there and foreign:
             raise IntegrationError(
-                "IG860",
-                f"{Path(checkpoint).name} has the optimizer of a Trainer without isograd",
-                seen="optimizer.pt, which is a pickle, and no folder 'isograd'",
-                expected="a checkpoint that was saved by this integration",
+                "IG860", seen="optimizer.pt, which is a pickle, and no folder 'isograd'", place=Path(checkpoint).name,
                 fix="start a new run from its weights: from_pretrained(checkpoint), and train() without resuming",
                 where=self.mesh.describe_rank(),
-            )
+            )  # fmt: skip
         if not there:
             warnings.warn(f"isograd: {Path(checkpoint).name} has weights only: the optimizer starts anew", stacklevel=2)
             return

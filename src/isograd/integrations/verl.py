@@ -377,9 +377,8 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
             found = keeper.load("auto")
         if found is None:
             raise IntegrationError(
-                "IG860", f"{local_path} has no checkpoint of the backend isograd", seen=f"no checkpoint in {place}",
-                expected="a folder that this backend has saved, under any layout; those of verl's other engines are "
-                "pickles", fix="resume_mode=disable, with the model's path at weights in transformers' format",
+                "IG860", seen=f"no checkpoint in {place}", place=local_path,
+                fix="resume_mode=disable, with the model's path at weights in transformers' format",
                 where=self.mesh.describe_rank(),
             )  # fmt: skip
         self.lr_scheduler.last_epoch = int(found.extra["schedule"]) - 1

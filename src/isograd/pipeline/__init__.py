@@ -5,8 +5,9 @@ Modules are imported when a name is first used: schedules and their pictures nee
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from isograd import lazily
 
 if TYPE_CHECKING:
     from isograd.pipeline.costs import measure as measure
@@ -17,18 +18,15 @@ if TYPE_CHECKING:
     from isograd.pipeline.split import balanced as balanced
     from isograd.pipeline.stages import Stages as Stages
 
-_HOMES = {
-    "Pipeline": "run",
-    "Schedule": "schedule",
-    "Stages": "stages",
-    "balanced": "split",
-    "build": "schedule",
-    "check": "schedule",
-    "measure": "costs",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"isograd.pipeline.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'isograd.pipeline' has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "Pipeline": "run",
+        "Schedule": "schedule",
+        "Stages": "stages",
+        "balanced": "split",
+        "build": "schedule",
+        "check": "schedule",
+        "measure": "costs",
+    },
+)

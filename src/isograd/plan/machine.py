@@ -8,51 +8,62 @@ reader sees which is which.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Annotated, Any, ClassVar
 
 import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from isograd.errors import PlanError, did_you_mean
 from isograd.io import yaml_reader
 from isograd.io.untrusted import CONFIG, FileError, read_text
 
-CAN_BE_0 = ("reserved_gb", "latency_us", "operator_us", "spread", "units", "launch_us", "contention", "jitter")
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+FromZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+ShareOrNone = Annotated[float, Field(ge=0, le=1)]
+STRICT = ConfigDict(strict=True, extra="forbid")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """How fast one device sends to others on one level, in one direction."""
 
-    gb_s: float
-    latency_us: float
+    gb_s: Positive
+    latency_us: FromZero
+    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """What share of the stated numbers programs get; fitted on published runs, or measured."""
 
-    matmul: Mapping[str, float]  # of the peak, by dtype, in the limit of large matrices
-    attention: float  # of the peak of products, for fused attention
-    memory: float  # of the memory's bandwidth, in operations on elements
-    links: float  # of a link's bandwidth
-    operator_us: float  # from the start of one operator to the next, where a device has almost nothing to do
-    launch_us: float = 0  # of the host, to start one operator; 0: the host is the device
-    contention: float = 0  # what compute loses to messages beside it, over their seconds
-    jitter: float = 0  # the standard deviation of equal devices' speeds, over their mean
-    spread: float  # half of the width of the interval that holds 90 of 100 runs: exp(+-spread) times the prediction
+    matmul: Annotated[dict[str, Share], Field(min_length=1)]  # of the peak, by dtype, in the limit of large matrices
+    attention: Share  # of the peak of products, for fused attention
+    memory: Share  # of the memory's bandwidth, in operations on elements
+    links: Share  # of a link's bandwidth
+    operator_us: FromZero  # from the start of one operator to the next, where a device has almost nothing to do
+    launch_us: FromZero = 0  # of the host, to start one operator; 0: the host is the device
+    contention: ShareOrNone = 0  # what compute loses to messages beside it, over their seconds
+    jitter: ShareOrNone = 0  # the standard deviation of equal devices' speeds, over their mean
+    spread: (
+        ShareOrNone  # half of the width of the interval that holds 90 of 100 runs: exp(+-spread) times the prediction
+    )
+    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crowded:
     """Two ranks on each device of a node, as they were measured."""
 
-    slower: float  # than at half of the device's rates
+    slower: Positive  # than at half of the device's rates
     link: Link  # between two of them, while all send
+    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +72,20 @@ class Machine:
 
     name: str
     about: str
-    memory_gb: float  # of one device
-    reserved_gb: float  # of those, what a program cannot use: driver, libraries, gaps
-    memory_gb_s: float  # bandwidth of the memory
-    tflops: Mapping[str, float]  # dense products of one device, by dtype
-    devices: int  # of a node
+    memory_gb: Positive  # of one device
+    reserved_gb: FromZero  # of those, what a program cannot use: driver, libraries, gaps
+    memory_gb_s: Positive  # bandwidth of the memory
+    tflops: Annotated[dict[str, Positive], Field(min_length=1)]  # dense products of one device, by dtype
+    devices: Annotated[int, Field(gt=0)]  # of a node
     units: int = (
         0  # of a device: tiles of a matrix product that it computes at once; 0: products of all sizes are as fast
     )
     inside: Link  # between devices of a node
     between: Link | None = None  # between nodes; None: there is one node
     crowded: Crowded | None = None  # None: a rank needs a device of its own
-    per_device: float = 1  # ranks that take turns on one; `shared` says how many
+    per_device: Positive = 1  # ranks that take turns on one; `shared` says how many
     rates: Rates
+    __pydantic_config__: ClassVar = STRICT
 
     def peak(self, dtype: str) -> float:
         """Products and additions of one device per second, by its maker."""
@@ -121,6 +133,9 @@ class Machine:
         return self.between, here
 
 
+INNER: dict[str, type[Any]] = {"inside": Link, "between": Link, "link": Link, "rates": Rates, "crowded": Crowded}
+
+
 def names() -> list[str]:
     """The machines that come with isograd."""
     found = (files("isograd") / "plan" / "machines").iterdir()
@@ -151,69 +166,24 @@ def load(source: str) -> Machine:
 
 def from_dict(values: Any, origin: str) -> Machine:
     """A machine from the fields of a file; unknown, missing and impossible ones are refused, all at once."""
-    problems: list[str] = []
-    made = _made(Machine, values, "", problems)
-    if problems or made is None:
-        raise _refused(origin, "; ".join(problems))
+    try:
+        made = TypeAdapter(Machine).validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise _refused(origin, "; ".join(map(_spelled, error.errors()))) from error
+    if made.reserved_gb >= made.memory_gb:
+        raise _refused(origin, f"reserved_gb {made.reserved_gb:g} leaves nothing of memory_gb {made.memory_gb:g}")
     return made
 
 
-Kind = TypeVar("Kind")
-
-
-def _made(kind: type[Kind], values: Any, place: str, problems: list[str]) -> Kind | None:
-    if not isinstance(values, dict):
-        problems.append(f"{place or 'the file'} is no mapping")
-        return None
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    before = len(problems)
-    problems += [f"unknown key {place}{key}{did_you_mean(str(key), fields)}" for key in values if key not in fields]
-    needed = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
-    problems += [f"{place}{name} is missing" for name in needed if name not in values]
-    read: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in fields:
-            continue
-        inner: dict[str, type[Any]] = {
-            "inside": Link,
-            "between": Link,
-            "link": Link,
-            "rates": Rates,
-            "crowded": Crowded,
-        }
-        if name in inner and value is not None:
-            read[name] = _made(inner[name], value, f"{place}{name}.", problems)
-        elif name in ("tflops", "matmul"):
-            rates = value if isinstance(value, dict) else {}
-            problems += [] if rates else [f"{place}{name} is no mapping of dtypes"]
-            problems += [f"{place}{name}.{d} {n!r} is no positive number" for d, n in rates.items() if not _positive(n)]
-            read[name] = rates
-        elif name in ("name", "about"):
-            read[name] = str(value)
-        else:
-            least = name in CAN_BE_0 and value == 0
-            problems += [] if least or _positive(value) else [f"{place}{name} {value!r} is no positive number"]
-            read[name] = value
-    problems += _impossible(kind, read, place)
-    problems += [f"{name} is a whole number" for name in ("devices", "units") if isinstance(read.get(name), float)]
-    return kind(**read) if len(problems) == before else None
-
-
-def _impossible(kind: type, read: Mapping[str, Any], place: str) -> list[str]:
-    """Shares above 1, and a device of which a program can use nothing."""
-    if kind is Machine:
-        whole, reserved = (float(n) if _positive(n := read.get(name)) else 0.0 for name in ("memory_gb", "reserved_gb"))
-        full = reserved >= whole > 0
-        return [f"reserved_gb {reserved:g} leaves nothing of memory_gb {whole:g}"] if full else []
-    if kind is not Rates:
-        return []
-    shares = {name: read.get(name) for name in ("attention", "memory", "links", "spread", "contention", "jitter")}
-    shares |= {f"matmul.{dtype}": share for dtype, share in read.get("matmul", {}).items()}
-    return [f"{place}{name} {share!r} is above 1" for name, share in shares.items() if _positive(share) and share > 1]
-
-
-def _positive(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+def _spelled(found: Any) -> str:
+    """One of pydantic's findings: 'rates.matmul.bf16: Input should be less than or equal to 1, not 2.0'."""
+    place = ".".join(map(str, found["loc"])) or "the file"
+    if found["type"] == "unexpected_keyword_argument":
+        kind = reduce(lambda kind, name: INNER.get(name, kind), found["loc"][:-1], Machine)
+        return f"unknown key {place}{did_you_mean(str(found['loc'][-1]), [f.name for f in dataclasses.fields(kind)])}"
+    return (
+        f"{place} is missing" if found["type"] == "missing" else f"{place}: {found['msg']}, not {found['input']!r:.60}"
+    )
 
 
 def _refused(source: str, seen: str) -> PlanError:

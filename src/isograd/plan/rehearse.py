@@ -34,7 +34,7 @@ from isograd.engine.plan import Slot
 from isograd.engine.zero3.sharded_param import ShardedParam
 from isograd.nn.moe import MoE
 from isograd.plan.allocations import GRADIENTS, OPTIMIZER, PARAMETERS, Allocations
-from isograd.plan.expert_load import StatedRouting
+from isograd.plan.expert_load import evenly
 from isograd.plan.peak import Peak, Taken, of_gpu, peak
 from isograd.plan.saved import Saves, saves
 from isograd.plan.shapes import LARGE, Shapes, bytes_of, mark, segments
@@ -100,18 +100,16 @@ def rehearse(
     layout: Layout,
     *,
     large: int = LARGE,
-    load: str = "even",
     taken: Taken = of_gpu,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[RehearsedRank]:
     """Run one step on each rank of the first column, and on those beside it, where a kind of stage begins and ends.
 
-    load: how often tokens choose each expert (plan/expert_load.py).
     taken: the bytes that an allocator takes for a piece of memory.
     tell: hears how many ranks have run, of how many.
     """
     world, mode = fake.FakeWorld(), Shapes(large)
-    step = partial(_step, build, layout, world, load, taken)
+    step = partial(_step, build, layout, world, taken)
 
     def run(*ranks: int) -> list[RehearsedRank]:
         found = world.run({rank: partial(step, rank, mode.another()) for rank in ranks})
@@ -136,14 +134,12 @@ def neighbours(layout: Layout, column: list[RehearsedRank]) -> list[int]:
     return [layout.rank({"pp": pp, **spot}) for pp in sorted(ends) for spot in spots if any(spot.values())]
 
 
-def _run(
-    build: Build, mesh: Mesh, allocations: Allocations, record: Record, load: str, taken: Taken
-) -> tuple[Engine, Peak, int]:
+def _run(build: Build, mesh: Mesh, allocations: Allocations, record: Record, taken: Taken) -> tuple[Engine, Peak, int]:
     engine, batch, micro_batches = build(mesh)
     start = len(record.entries)
     for module in engine.model.modules():
         if isinstance(module, MoE):
-            module.choose = StatedRouting(load)
+            module.choose = evenly
     _name_states(engine, allocations)
     step_state, collect, finish = engine.step_state, engine.step_state.collect, engine.step_state.finish_reductions
 
@@ -201,13 +197,11 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _step(
-    build: Build, layout: Layout, world: fake.FakeWorld, load: str, taken: Taken, rank: int, mode: Shapes
-) -> RehearsedRank:
+def _step(build: Build, layout: Layout, world: fake.FakeWorld, taken: Taken, rank: int, mode: Shapes) -> RehearsedRank:
     mesh = Mesh.imagine(layout, rank, world)
     mode.allocations = Allocations()
     with mode, raw.recording(segments, _follow) as record:
-        engine, top, start = _run(build, mesh, mode.allocations, record, load, taken)
+        engine, top, start = _run(build, mesh, mode.allocations, record, taken)
     mode.allocations = None
     slots = engine.plan.slots
     expected = {

@@ -7,8 +7,9 @@ isograd.prove.Case(model, batch, loss=...)         what a case function returns
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from isograd import lazily
 
 if TYPE_CHECKING:
     from isograd.prove.case import Case as Case
@@ -16,15 +17,12 @@ if TYPE_CHECKING:
     from isograd.prove.prove import verify as verify
     from isograd.prove.slopes import taylor_test as taylor_test
 
-_HOMES = {
-    "Case": "isograd.prove.case",
-    "assert_same_gradients": "isograd.prove.prove",
-    "verify": "isograd.prove.prove",
-    "taylor_test": "isograd.prove.slopes",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'isograd.prove' has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "Case": "case",
+        "assert_same_gradients": "prove",
+        "verify": "prove",
+        "taylor_test": "slopes",
+    },
+)

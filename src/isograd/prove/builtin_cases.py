@@ -13,6 +13,7 @@ from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,8 +87,14 @@ def experts(mesh: Mesh) -> Case:
     return language_model(EXPERTS, mesh)
 
 
-def _say(name: str, text: str) -> None:
-    print(f"verify: {name}: {text}", file=sys.stderr, flush=True)
+def how(options: Namespace, name: str = "") -> dict[str, Any]:
+    """What `verify` takes of the command line's options; progress is told behind a name."""
+
+    def say(text: str) -> None:
+        print(": ".join(filter(None, ("verify", name, text))), file=sys.stderr, flush=True)
+
+    given = {"timeout": options.timeout, "keep": options.keep, "replay_routing": options.replay_routing}
+    return {"dtype": getattr(torch, options.dtype), "progress": say, **given}
 
 
 def structure(config: TransformerConfig, layers: int) -> TransformerConfig:
@@ -131,11 +138,7 @@ def prove_run(options: Namespace) -> Report:
     return verify(
         partial(language_model, small, rows=max(9, rows)),
         texts,
-        dtype=getattr(torch, options.dtype),
-        timeout=options.timeout,
-        progress=partial(_say, options.case),
-        keep=options.keep,
-        replay_routing=options.replay_routing,
+        **how(options, options.case),
     )
 
 
@@ -160,15 +163,8 @@ def prove(options: Namespace) -> Report:
         fits = [text for text in fits if case is experts or Layout.parse(text).ep == 1]
         if not fits:
             continue
-        report = verify(
-            case,
-            fits,
-            dtype=getattr(torch, options.dtype),
-            timeout=options.timeout,
-            progress=partial(_say, case.__name__),
-            keep=Path(options.keep) / case.__name__ if options.keep else None,
-            replay_routing=options.replay_routing,
-        )
+        keep = Path(options.keep) / case.__name__ if options.keep else None
+        report = verify(case, fits, **how(options, case.__name__) | {"keep": keep})
         for subject in report.subjects:
             subject.name = f"{case.__name__} {subject.name}"
         whole.subjects += report.subjects

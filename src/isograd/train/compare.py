@@ -8,15 +8,12 @@ out elsewhere.
 
 from __future__ import annotations
 
-import base64
-import html
 import json
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from isograd.comm import wire
 from isograd.comm.launch import World
@@ -27,15 +24,6 @@ from isograd.train import journal
 from isograd.train.config import Config
 from isograd.train.loop import RunOptions, RunOutcome, run
 from isograd.train.reading import load
-
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width"><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #1c2128; }}
-table {{ border-collapse: collapse; }} th, td {{ padding: .3rem .8rem; border-bottom: 1px solid #d5dae0;
-text-align: right; white-space: nowrap; }} th:first-child, td:first-child {{ text-align: left; }}
-img {{ max-width: 100%; }} .soft {{ color: #59636e; }} .scroll {{ overflow: auto; }}
-</style><h1>{title}</h1><p class="soft">{about}</p><div class="scroll"><table>{rows}</table></div>{picture}</html>
-"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +41,7 @@ class ComparedRun:
 
 
 def compare(configs: Mapping[str, Config], out: str | None) -> int:
-    """Train under each layout in turn; write numbers, picture and page; print the table; return the exit code."""
+    """Train under each layout in turn; write numbers and picture; print the table; return the exit code."""
     first = next(iter(configs.values()))
     folder = Path(out) if out else first.folder / "compare"
     runs: dict[str, Path] = {}
@@ -83,7 +71,7 @@ def compare(configs: Mapping[str, Config], out: str | None) -> int:
 
 
 def compare_runs(folders: Sequence[Path], out: str | None) -> int:
-    """What runs have written into their folders; numbers, picture, page and table; return the exit code."""
+    """What runs have written into their folders; numbers, picture and table; return the exit code."""
     runs = {str(folder): folder / "metrics.jsonl" for folder in folders}
     losses = {name: dict(journal.curve(file).training) for name, file in runs.items()}
     common = sorted(set.intersection(*(set(points) for points in losses.values())))
@@ -192,19 +180,6 @@ def _line(words: Sequence[str], widths: list[int]) -> str:
 
 def _write(rows: list[ComparedRun], runs: Mapping[str, Path], folder: Path, title: str, about: str) -> None:
     atomic.replace_text(folder / "compare.json", json.dumps([asdict(row) for row in rows], indent=2))
-    picture = folder / "compare.png"
-    drawn = plots.curves({name: journal.curve(file) for name, file in runs.items()}, picture, title)
-    bytes_ = base64.b64encode(picture.read_bytes()).decode() if drawn else ""
-    image = f'<img alt="loss curves" src="data:image/png;base64,{bytes_}">'
-    cells: list[Any] = [f"<tr>{''.join(f'<th>{title}</th>' for title in TITLES)}</tr>"]
-    cells += [f"<tr>{''.join(f'<td>{html.escape(word)}</td>' for word in _words(row))}</tr>" for row in rows]
-    page = PAGE.format(
-        title=html.escape(title), about=html.escape(about), rows="\n".join(cells), picture=image if drawn else ""
-    )
-    atomic.replace_text(folder / "compare.html", page)
-    made = (
-        "compare.json, compare.png, compare.html"
-        if drawn
-        else "compare.json, compare.html (no picture: pip install matplotlib)"
-    )
-    print(f"{folder}: {made}", flush=True)
+    drawn = plots.curves({name: journal.curve(file) for name, file in runs.items()}, folder / "compare.png", title)
+    made = "compare.json, compare.png" if drawn else "compare.json (no picture: pip install matplotlib)"
+    print(f"{about}\n{folder}: {made}", flush=True)

@@ -32,7 +32,7 @@ from isograd.train.sections import (
 if TYPE_CHECKING:
     from isograd.core.layout import Layout
 
-VERSION: Literal[1] = 1  # of the schema; reading.py migrates older ones
+VERSION: Literal[1] = 1  # of the schema
 
 
 def _contradiction(text: str, *fields: str) -> PydanticCustomError:

@@ -8,7 +8,7 @@ A value's origin is a line of the file, the command line, or the default: `isogr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -44,7 +44,8 @@ def load(path: str | Path, options: Sequence[str] = (), others: Sequence[str] = 
     values, origins = _read(Path(path))
     typed: dict[str, str] = {}
     problems = _put(values, origins, options, typed)
-    return LoadedConfig(checked(migrated(values, str(path)), str(path), origins, problems, others, typed), origins)
+    config = checked(of_this_version(values, str(path)), str(path), origins, problems, others, typed)
+    return LoadedConfig(config, origins)
 
 
 def checked(
@@ -181,11 +182,7 @@ def _set(values: Any, place: Place, value: Any) -> None:
         raise ValueError(f"{place[-1]!r} is inside a plain value")
 
 
-# Each lifts a mapping of its version to the next one. Version 1 is the first.
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-
-
-def migrated(values: dict[str, Any], origin: str) -> dict[str, Any]:
+def of_this_version(values: dict[str, Any], origin: str) -> dict[str, Any]:
     """The same config in today's schema."""
     version = values.get("version", VERSION)
     if not isinstance(version, int) or isinstance(version, bool) or version > VERSION or version < 1:
@@ -193,9 +190,6 @@ def migrated(values: dict[str, Any], origin: str) -> dict[str, Any]:
             "IG634", f"{origin} has a schema version that this isograd does not know", seen=version,
             expected=f"1 to {VERSION}", fix="update isograd, or set 'version' to what the file was written for",
         )  # fmt: skip
-    while version < VERSION:
-        values = MIGRATIONS[version](values)
-        version += 1
     return {**values, "version": version}
 
 

@@ -2,7 +2,7 @@
 
     isograd 0.1.0 trains runs/quickstart
       model    quickstart, 792k parameters in fp32
-      layout   dp2 tp2 sp zero1: 4 ranks  [0 1] [2 3]
+      layout   dp2 tp2 sp zero1: 4 ranks
       devices  4 ranks on 2 CPU cores, 23.5 GB
       batch    16 sequences x 128 tokens = 2.05k tokens a step, 60 steps
       data     Python's standard library
@@ -38,8 +38,6 @@ from isograd.train.optimizers import class_of
 from isograd.train.resources import PER_CORE, PROGRAM, Forecast, LocalMachine, forecast
 from isograd.train.tasks import prepare
 
-SHOWN = 8  # groups of tp neighbours drawn; more are counted
-
 
 @dataclass(frozen=True)
 class StartupSummary:
@@ -65,7 +63,7 @@ class StartupSummary:
         ranks = f"{layout.world_size} rank{'' if layout.world_size == 1 else 's'}"
         return [
             ("model", f"{_model(config)}, {_parameters(needs)} in {config.model.dtype}"),
-            ("layout", f"{layout}: {ranks}  {drawn(layout)}"),
+            ("layout", f"{layout}: {ranks}"),
             ("devices", f"{ranks} on {self.machine.describe()}"),
             ("batch", _batch(config)),
             ("data", _data(config)),
@@ -181,19 +179,6 @@ def _one_step(config: Config, folder: str) -> Config:
             "evaluate": config.evaluate.model_copy(update={"batches": 1}),
         }
     )
-
-
-def drawn(layout: Layout) -> str:
-    """The ranks in one line, brackets around tp neighbours, '|' between stages: '[0 1] [2 3] | [4 5] [6 7]'."""
-    per_stage = layout.dp * layout.cp
-    if layout.pp * per_stage > SHOWN:
-        tp = "[0]" if layout.tp == 1 else f"[0-{layout.tp - 1}]"
-        return f"{tp} x {per_stage}" + (f" x {layout.pp} stages" if layout.pp > 1 else "")
-    groups = [
-        "[" + " ".join(str(first + i) for i in range(layout.tp)) + "]"
-        for first in range(0, layout.world_size, layout.tp)
-    ]
-    return " | ".join(" ".join(groups[i : i + per_stage]) for i in range(0, len(groups), per_stage))
 
 
 def _gb(count: float) -> str:

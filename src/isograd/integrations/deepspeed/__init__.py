@@ -14,7 +14,9 @@ Names are loaded when first used: `isograd config from` needs no torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from isograd import lazily
 
 if TYPE_CHECKING:
     from isograd.integrations.deepspeed.loop import LoopEngine as LoopEngine
@@ -25,16 +27,9 @@ if TYPE_CHECKING:
     from isograd.integrations.deepspeed.ulysses import UlyssesSPAttentionHF as UlyssesSPAttentionHF
     from isograd.integrations.deepspeed.ulysses import UlyssesSPDataLoaderAdapter as UlyssesSPDataLoaderAdapter
 
-_OF_ULYSSES = ["DistributedAttention", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"]
-__all__ = [
-    "DistributedAttention", "LoopEngine", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter", "add_config_arguments",
-    "init_distributed", "initialize",
-]  # fmt: skip
+_LOOP, _ULYSSES = ("LoopEngine", "add_config_arguments", "init_distributed", "initialize"), (
+    "DistributedAttention", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter",
+)  # fmt: skip
+__all__ = [*_LOOP, *_ULYSSES]  # noqa: PLE0604
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'isograd.integrations.deepspeed' has no attribute {name!r}")
-    from isograd.integrations.deepspeed import loop, ulysses
-
-    return getattr(ulysses if name in _OF_ULYSSES else loop, name)
+__getattr__ = lazily(__name__, dict.fromkeys(_LOOP, "loop") | dict.fromkeys(_ULYSSES, "ulysses"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from isograd.core.layout import Layout
 from isograd.errors import IntegrationError
-from isograd.integrations.deepspeed.keys import READ, KeyOutcome, Keys, opened
+from isograd.integrations.deepspeed.keys import KeyOutcome, Keys, opened
 
 
 def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[KeyOutcome]]:
@@ -33,14 +33,14 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
         log["wandb"] = wandb.take("project", "text", lambda v: isinstance(v, str) and bool(v), "deepspeed", "log.wandb")
     wandb.values.pop("project", None)
     wandb.rest()
-    keys.rest(READ)
+    keys.rest()
     return {
         "version": 1,
         "run": "runs/deepspeed",
         "layout": str(layout),
         "model": {"path": "models/base", "dtype": dtype},
         "data": {"sources": [{"path": "data/mine"}], "length": 1024},
-        "optimizer": optimizer | {"clip": float(clip) or None},
+        "optimizer": optimizer | {"clip": clip or None},
         "steps": steps or max(1000, optimizer["warmup"]),
         "batch": batch,
         "micro_batches": micro,
@@ -155,6 +155,6 @@ def _optimizer(keys: Keys) -> tuple[dict[str, Any], int | None]:
             lr = rest.number("warmup_max_lr", "optimizer.lr", lr if own else 1e-3)
     rest.rest()
     plan.rest()
-    made = {"name": "adamw", "lr": float(lr), "min_lr": float(low), "warmup": warmup}
-    made |= {"schedule": kinds.get(kind, "constant"), "betas": [float(beta) for beta in betas], "eps": float(eps)}
-    return made | {"weight_decay": float(decay)}, steps
+    made = {"name": "adamw", "lr": lr, "min_lr": low, "warmup": warmup}
+    made |= {"schedule": kinds.get(kind, "constant"), "betas": [float(beta) for beta in betas], "eps": eps}
+    return made | {"weight_decay": decay}, steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,11 +65,6 @@ OFF = {  # key: what a run would lose if it were left out while it is on
     "optimizer.legacy_fusion": "an optimizer of DeepSpeed's own", "optimizer.params.amsgrad": "AMSGrad",
 }  # fmt: skip
 ON_WHEN_THERE = {"pipeline", "compression_training", "sparse_attention", "weight_quantization", "zenflow"}  # not empty
-READ = (  # keys that `convert` asks for itself
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "steps_per_print", "optimizer", "scheduler", "zero_optimization", "bf16", "bfloat16", "fp16", "tensor_parallel",
-    "sequence_parallel_size", "tensorboard", "wandb", "data_types",
-)  # fmt: skip
 SECTIONS = {"scheduler": "optimizer.schedule, optimizer.warmup", "bf16": "model.dtype", "bfloat16": "model.dtype"}
 
 
@@ -91,10 +86,11 @@ class Keys:
     rows: list[KeyOutcome]
     place: str = ""
     asked: list[str] = field(default_factory=list)
+    spelled: dict[str, str] = field(default_factory=dict)  # how the file spells a name, where it is another
 
     def row(self, name: str, value: object, fate: str, why: str) -> None:
         """Note what became of a key."""
-        key = self.place + name
+        key = self.place + self.spelled.get(name, name)
         self.rows.append(KeyOutcome(key if key.isprintable() and name else repr(key), value, fate, why))
 
     def take(self, name: str, what: str, fits: Callable[[Any], bool], default: Any, sets: str) -> Any:
@@ -118,16 +114,18 @@ class Keys:
         return self.take(name, "a whole number from 1", lambda v: type(v) is int and 0 < v < 1 << 40, default, sets)
 
     def number(self, name: str, sets: str, default: float | None = None) -> Any:
-        """A finite number from 0."""
+        """A finite number from 0, as a float."""
 
         def fits(value: Any) -> bool:
             return type(value) in (int, float) and math.isfinite(value) and value >= 0
 
-        return self.take(name, "a number from 0", fits, default, sets)
+        found = self.take(name, "a number from 0", fits, default, sets)
+        return None if found is None else float(found)
 
-    def word(self, name: str, sets: str, choices: tuple[str, ...], default: str | None = None) -> Any:
-        """One of a few words."""
-        return self.take(name, f"one of {', '.join(choices)}", lambda v: v in choices, default, sets)
+    def word(self, name: str, sets: str, choices: Collection[str], default: str | None = None) -> Any:
+        """One of a few words, or what it means."""
+        found = self.take(name, f"one of {', '.join(choices)}", lambda v: v in choices, default, sets)
+        return choices.get(found) if isinstance(choices, Mapping) else found
 
     def flag(self, name: str, sets: str, default: bool = False) -> Any:
         """True or false."""
@@ -159,10 +157,11 @@ class Keys:
             elif why := reason(open_, name):
                 self.row(name, value, "open", why)
             else:
-                self.row(name, value, "refused", f"unknown{did_you_mean(name, [*self.asked, *idle, *open_])}")
+                near = did_you_mean(name, [*(self.spelled.get(n, n) for n in self.asked), *idle, *open_])
+                self.row(name, value, "refused", f"unknown{near}")
         self.values = {}
 
-    def rest(self, also: tuple[str, ...] = ()) -> None:
+    def rest(self) -> None:
         """What nobody asked for: meaningless, off, or refused."""
         for name, value in self.values.items():
             key = self.place + name
@@ -174,7 +173,7 @@ class Keys:
                 self.row(name, value, "meaningless", "is off")
             else:
                 known = [k.removeprefix(self.place) for k in (*IDLE, *OFF) if k.startswith(self.place)]
-                self.row(name, value, "refused", f"unknown{did_you_mean(name, [*known, *self.asked, *also])}")
+                self.row(name, value, "refused", f"unknown{did_you_mean(name, [*known, *self.asked])}")
         self.values = {}
 
 

@@ -132,14 +132,7 @@ def _layout_of_groups(layout: str | None, mpu: Any, mesh_param: Any, mesh: Mesh)
 
 
 def _refuse(seen: str, expected: str, mesh: Mesh) -> NoReturn:
-    raise IntegrationError(
-        "IG868",
-        "this cannot be asked of DeepSpeed's loop on isograd's engine",
-        seen=seen,
-        expected=expected,
-        fix="docs/integrations/deepspeed.md lists what the integration has",
-        where=mesh.describe_rank(),
-    )
+    raise IntegrationError("IG868", seen=seen, expected=expected, where=mesh.describe_rank())
 
 
 class LoopEngine(nn.Module):
@@ -416,13 +409,9 @@ class LoopEngine(nn.Module):
         there, foreign = all_gather_object([(place / FOLDER).is_dir(), any(place.glob("*_states.pt"))], self.mesh)[0]
         if not there:
             raise IntegrationError(
-                "IG860",
-                f"{place.name} is no checkpoint of this integration",
-                seen="DeepSpeed's files, which are pickles" if foreign else f"no folder {FOLDER!r} in it",
-                expected="a checkpoint that engine.save_checkpoint has saved with this integration",
-                fix="start a new run from its weights, exported to safetensors",
-                where=self.mesh.describe_rank(),
-            )
+                "IG860", seen="DeepSpeed's files, which are pickles" if foreign else f"no folder {FOLDER!r} in it",
+                place=place.name, where=self.mesh.describe_rank(),
+            )  # fmt: skip
 
 
 NOT_HERE = {"train_batch", "eval_batch", "save_16bit_model", "save_fp16_model", "allreduce_gradients"}

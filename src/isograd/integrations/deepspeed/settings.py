@@ -58,7 +58,7 @@ def read(values: object, ranks: int, words: str = "") -> Settings:
     offload = [_offloads(zero.section(name)) for name in ("offload_optimizer", "offload_param")]
     zero.rest()
     bf16 = dtype_of(keys) == "bf16"
-    clip = float(keys.number("gradient_clipping", "clip", 0.0))
+    clip = keys.number("gradient_clipping", "clip", 0.0)
     keys.number("steps_per_print", "nothing", 10)
     drop_last = keys.flag("dataloader_drop_last", "the loader")
     untested = keys.flag("zero_allow_untested_optimizer", "Engine(elementwise=True)")
@@ -115,7 +115,8 @@ def _optimizer(keys: Keys) -> Callable[[Any], torch.optim.Optimizer] | None:
     for option in known:
         if option in params.values and option in torch_defaults(kind):
             options[option] = params.values.pop(option)
-    params.rest(known)
+    params.asked += known
+    params.rest()
     keys.rest()
     if isinstance(options.get("betas"), list):
         options["betas"] = tuple(options["betas"])
