@@ -204,7 +204,6 @@ class Engine:
             self._drop()
             step_state.mark_discarded(error)
             raise
-        step_state.reducer.clear()  # a rank that waited long in this gather has raised the flag of the step before
 
     def begin_single_backward(self, /, **weights: float | Tensor) -> None:
         """Before a backward of terms: unless the step was begun, its weights are the step's, which takes no other."""
@@ -323,15 +322,10 @@ class Engine:
     @contextmanager
     def backward_context(self) -> Iterator[StepState]:
         """Several runs of autograd that count as one backward: `backward_loss`, `run_backward` of what this yields."""
-        try:
-            name = "isograd: backward" if self.pipeline is None else "isograd: pipeline"
-            named = self._watch.naming_changes(self.mesh)
-            with record_function(name), named, self.step_state.backward(self._reduce_when) as step_state:
-                yield step_state
-        except EngineError as error:
-            if error.code == "IG554":  # other ranks wait for this one at the gather of the step
-                self._gather_step_status(Status.FINE, wrong=error)
-            raise
+        name = "isograd: backward" if self.pipeline is None else "isograd: pipeline"
+        named = self._watch.naming_changes(self.mesh)
+        with record_function(name), named, self.step_state.backward(self._reduce_when) as step_state:
+            yield step_state
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

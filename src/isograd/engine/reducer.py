@@ -21,14 +21,12 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
-from isograd.comm.raw import Group
 from isograd.core.mesh import Mesh
 from isograd.engine.packing import Buffers, Reduction, packing_of, reduce_rows
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.sdc.reductions import ReductionSums
-from isograd.errors import EngineError
 
-PATIENCE = 1.0  # seconds after which a rank that waits at a step says so, and one that waits for a bucket asks
+PATIENCE = 1.0  # seconds that a backward waits for a bucket of the one before
 AT_ONCE = 2  # buckets that stay under way before `launch` asks whether they have arrived
 
 
@@ -37,13 +35,11 @@ class Reducer:
 
     def __init__(self, plan: Plan, mesh: Mesh, *, tree: bool) -> None:
         """`tree`: add in one binary tree."""
-        self.plan, self.tree, self._rank, self._where = plan, tree, mesh.rank, mesh.describe_rank()
+        self.plan, self.tree, self._rank = plan, tree, mesh.rank
         self._context = mesh.group("world").context
         self._groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
         self.packings = {bucket: packing_of(bucket.slots) for bucket in plan.buckets}  # planned once, for gathers too
         self.buffers = Buffers()  # for gathers too
-        self._serials = {ranks: raw.serial(group) for ranks, group in self._groups.items()}
-        self.step = 0  # its number
         self.sent: list[Bucket] = []  # the buckets that left since the step began, in order
         self.reduced: dict[Slot, Tensor] = {}  # my rows, summed over the data axes
         self.sums: ReductionSums | None = None  # of a step whose reductions are checked
@@ -77,10 +73,14 @@ class Reducer:
         self._pending.append((bucket, reduction, None if len(bucket.slots) == 1 else flat))
 
     def begin_pass(self) -> None:
-        """Before a backward that launches: finish what left earlier than in the last such backward."""
-        while len(self._pending) > self._in_pass:
-            self._finish_or_refuse()
+        """Before a backward that launches: finish what left earlier than in the last such backward. A rank that it
+        comes from may have gone to the step instead, where all refuse it: this one goes on, and meets it there."""
+        while len(self._pending) > self._in_pass and self._comes(*self._pending[0][:2]):
+            self._finish()
         self._in_pass = 0
+
+    def _comes(self, bucket: Bucket, reduction: Reduction) -> bool:
+        return raw.is_nccl(self._groups[bucket.owners.ranks]) or reduction.arrived_within(PATIENCE)
 
     def next_block(self) -> None:
         """ZeRO 3: backward has left a block. Finish what left earlier than with the block before.
@@ -112,23 +112,6 @@ class Reducer:
         for slot, piece in zip(bucket.slots, rows, strict=True):
             before = self.reduced.get(slot)
             self.reduced[slot] = piece if before is None else before.add_(piece)
-
-    def _finish_or_refuse(self) -> None:
-        """Finish the oldest reduction, unless a rank that it waits for has gone to the step instead."""
-        bucket, reduction, _ = self._pending[0]
-        while not raw.is_nccl(self._groups[bucket.owners.ranks]) and not reduction.arrived_within(PATIENCE):
-            if int(raw.store_get(self._flag(bucket.owners)) or -1) >= self.step:
-                seen = f"a backward here, and one of ranks {list(bucket.owners.ranks)} at its step"
-                raise EngineError("IG554", seen=seen, where=self._where)
-        self._finish()
-
-    @property
-    def flags(self) -> list[str]:
-        """Names that a rank which has waited at the gather of a step sets to its number: it launches nothing more."""
-        return [self._flag(group) for group in self.plan.owners]
-
-    def _flag(self, owners: Group) -> str:
-        return f"step/{'-'.join(map(str, owners.ranks))}/{self._serials[owners.ranks]}"
 
     def take_reduced(self) -> dict[Slot, Tensor]:
         """My rows, summed over the data axes; this object keeps none of them."""
@@ -177,7 +160,6 @@ class Reducer:
         assert not self._pending, "reductions of the step before have not ended"
         self.sent, self.reduced, self._in_pass, self._with_block = [], {}, 0, 0
         self._total.zero_()
-        self.step += 1
 
 
 def zeros_of(slot: Slot) -> Tensor:

@@ -156,9 +156,7 @@ def gather(
     says = [*heads, torch.tensor(known, dtype=torch.float64), used, *(part.double() for part in more.values())]
     sizes, on_cards = [len(part) for part in says], [part for part in says if part.is_cuda]
     mine = torch.cat([torch.zeros(part.shape, dtype=part.dtype) if part.is_cuda else part for part in says])
-    limit, reducer = gives_up(status, mesh), step_state.reducer  # a further backward waits for this rank
-    group, note = step_state.status_group, str(reducer.step)
-    rows = torch.stack(raw.gather_list(mine, group, limit=limit, flags=reducer.flags, note=note))
+    rows = torch.stack(raw.gather_list(mine, step_state.status_group, limit=gives_up(status, mesh)))
 
     def table(late: Late | None) -> StepStatus:
         weights, losses, numbers, used, *columns = rows.split(sizes, dim=1)
