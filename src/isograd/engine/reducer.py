@@ -45,8 +45,7 @@ class Reducer:
         self.sums: ReductionSums | None = None  # of a step whose reductions are checked
         # Under way, each with the memory that it has been packed into; None where that is a gradient's own.
         self._pending: deque[tuple[Bucket, Reduction, Tensor | None]] = deque()
-        self._in_pass = 0  # launched in the running pass, or in the last one
-        self._with_block = 0  # launched since the last call of `next_block`
+        self._latest = 0  # launched since the last call of `begin_pass` or `next_block`
         # The sum of all that has left: not finite if any gradient is not. The host does not look at it before a step
         # is skipped.
         self._total = torch.zeros((), dtype=torch.float64, device=plan.slots[0].parameter.device)
@@ -59,8 +58,7 @@ class Reducer:
         while len(self._pending) >= AT_ONCE and self._pending[0][1].arrived_within(0.0):
             self._finish()
         self.sent.append(bucket)
-        self._in_pass += 1
-        self._with_block += 1
+        self._latest += 1
         group, packing = self._groups[bucket.owners.ranks], self.packings[bucket]
         if group.size == 1:
             self._add(bucket, [g.view(1) if g.dim() == 0 else g for g in gradients])
@@ -73,14 +71,9 @@ class Reducer:
         self._pending.append((bucket, reduction, None if len(bucket.slots) == 1 else flat))
 
     def begin_pass(self) -> None:
-        """Before a backward that launches: finish what left earlier than in the last such backward. A rank that it
-        comes from may have gone to the step instead, where all refuse it: this one goes on, and meets it there."""
-        while len(self._pending) > self._in_pass and self._comes(*self._pending[0][:2]):
-            self._finish()
-        self._in_pass = 0
-
-    def _comes(self, bucket: Bucket, reduction: Reduction) -> bool:
-        return raw.is_nccl(self._groups[bucket.owners.ranks]) or reduction.arrived_within(PATIENCE)
+        """Before a backward that launches: finish what is older than the last such backward, or its last block. A rank
+        that it comes from may have gone to the step instead, where all refuse it: this one goes on to meet it there."""
+        self._finish_older(PATIENCE)
 
     def next_block(self) -> None:
         """ZeRO 3: backward has left a block. Finish what left earlier than with the block before.
@@ -88,9 +81,17 @@ class Reducer:
         That cannot block: this rank has read the others' note of a gather that they posted when they had left two
         blocks before, or were leaving it, which ends with a launch (engine/zero3/gather_check.py).
         """
-        while len(self._pending) > self._with_block:
+        self._finish_older()
+
+    def _finish_older(self, patience: float | None = None) -> None:
+        """Finish what left before this was called last, or what of it arrives within a while on gloo."""
+        while len(self._pending) > self._latest:
+            bucket, reduction, _ = self._pending[0]
+            asks = not raw.is_nccl(self._groups[bucket.owners.ranks])
+            if asks and patience is not None and not reduction.arrived_within(patience):
+                break
             self._finish()
-        self._with_block = 0
+        self._latest = 0
 
     # -- wait
 
@@ -158,7 +159,8 @@ class Reducer:
     def clear(self) -> None:
         """A new step begins. Nothing may be under way."""
         assert not self._pending, "reductions of the step before have not ended"
-        self.sent, self.reduced, self._in_pass, self._with_block = [], {}, 0, 0
+        self.reduced, self._latest = {}, 0
+        self.sent.clear()
         self._total.zero_()
 
 

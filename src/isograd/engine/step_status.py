@@ -150,7 +150,7 @@ def gather(
     mesh, sums = step_state.mesh, [step_state.loss_sums.weight, loss]
     if status is Status.FINE:  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
-    known = [float(step_state.pending()), float(status), float(step_state.synced_backwards), float(settings)]
+    known = [float(step_state.pending()), float(status), float(step_state.loss_sums.synced_backwards), float(settings)]
     used = packed([slot in step_state.used for slot in step_state.plan.slots], step_state.widest)
     heads = [torch.as_tensor(number, dtype=torch.float64).reshape(1) for number in sums]
     says = [*heads, torch.tensor(known, dtype=torch.float64), used, *(part.double() for part in more.values())]
