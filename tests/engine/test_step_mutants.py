@@ -147,7 +147,7 @@ def cleared_by_hand() -> None:
     steps = sequences.Steps(1)
     steps.backward()
     steps.backward()
-    if steps.engine.step_state._withheld:
+    if steps.engine.step_state.used:
         steps.model.zero_grad()
         with pytest.raises(IsogradError, match="IG553"):
             steps.backward()

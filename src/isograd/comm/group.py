@@ -14,7 +14,6 @@ class RankContext:
     def __init__(self) -> None:
         self.groups: WeakSet[Group] = WeakSet()
         self.tags: Counter[tuple[int, ...]] = Counter()  # how many ranges of tags groups of these ranks have reserved
-        self.serials: Counter[tuple[int, ...]] = Counter()
         self.message_sums: Any = None  # while a step's messages are checked (engine/sdc/reductions.py)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:

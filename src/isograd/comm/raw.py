@@ -34,7 +34,6 @@ from isograd.comm.world import meet as meet  # noqa: PLC0414
 from isograd.comm.world import new_group as new_group  # noqa: PLC0414
 from isograd.comm.world import rank_and_size as rank_and_size  # noqa: PLC0414
 from isograd.comm.world import reserve_tags as reserve_tags  # noqa: PLC0414
-from isograd.comm.world import serial as serial  # noqa: PLC0414
 from isograd.comm.world import set_collective_timeout as set_collective_timeout  # noqa: PLC0414
 from isograd.comm.world import store_check as store_check  # noqa: PLC0414
 from isograd.comm.world import store_get as store_get  # noqa: PLC0414
@@ -44,7 +43,7 @@ from isograd.comm.world import world_process_group as world_process_group  # noq
 from isograd.errors import CommError
 
 Tensors = Sequence[Sequence[torch.Tensor]]  # for each member of a group
-LATE_S = 1.0  # seconds after which a rank that waits at a step says so
+LATE_S = 1.0  # seconds after which a rank that waits for a card asks whether others are still there
 SPIN_S = 5e-4  # for which the host asks a card without a pause
 SMALL_BYTES = 1 << 16  # below this an all-reduce is one exchange of whole tensors: one latency instead of two
 
@@ -131,24 +130,15 @@ def add_up(pieces: Sequence[torch.Tensor], mine: int) -> torch.Tensor:
 
 
 def all_max(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """A new tensor: the elementwise maximum over the group."""
-    if group.size == 1:
-        return x
-    transport = _transport(group)
-    if not isinstance(transport, Nccl):
-        return torch.stack(gather_list(x, group)).amax(0)
-    with abort_group_on_interrupt():
-        transport.all_max(top := x.contiguous().clone())
-    return top
+    """A new tensor: the elementwise maximum over the group, of a few numbers."""
+    return torch.stack(gather_list(x, group)).amax(0)
 
 
 def gather_list(
-    x: torch.Tensor, group: Group, *, control: bool = True, limit: float | None = None, flags: Sequence[str] = (),
-    note: str = "1",
-) -> list[torch.Tensor]:  # fmt: skip
-    """Every member's tensor (all of one shape), in rank order. `control`: as in exchange. Other members may wait for
-    this one elsewhere, where it lies in host memory: `flags` are set to `note` in the store after LATE_S seconds, and
-    after `limit` the connections are closed."""
+    x: torch.Tensor, group: Group, *, control: bool = True, limit: float | None = None
+) -> list[torch.Tensor]:
+    """Every member's tensor (all of one shape), in rank order. `control`: as in exchange. `limit`: as in
+    `wait_at_most`, for what lies in host memory."""
     if group.size == 1:
         return [x]
     transport = _transport(group)
@@ -160,19 +150,13 @@ def gather_list(
     if known is not None:  # no message for each rank of a large simulated world
         record.noted(group, [[x]] * group.size, [[x]] * group.size, 0, control)()
         return known
-    return _gather_exchanged(x, group, control, limit, flags, note)
+    return _gather_exchanged(x, group, control, limit)
 
 
-def _gather_exchanged(
-    x: torch.Tensor, group: Group, control: bool, limit: float | None = None, flags: Sequence[str] = (), note: str = ""
-) -> list[torch.Tensor]:
+def _gather_exchanged(x: torch.Tensor, group: Group, control: bool, limit: float | None = None) -> list[torch.Tensor]:
     x = x.contiguous()
     pieces = [x if i == group.index else torch.empty_like(x) for i in range(group.size)]
-    handle = exchange([[x]] * group.size, [[p] for p in pieces], group, control=control)
-    if flags and not handle.arrived_within(LATE_S):
-        for flag in flags:
-            store_set(flag, note)
-    wait_at_most(handle, limit)
+    wait_at_most(exchange([[x]] * group.size, [[p] for p in pieces], group, control=control), limit)
     return pieces
 
 

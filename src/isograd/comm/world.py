@@ -107,8 +107,8 @@ class Process(RankContext):
             if why:
                 transport.close()
             transport.process_group = None  # frames of an error may hold it
-        for counted in (self.made, self.tags, self.serials):
-            counted.clear()
+        self.made.clear()
+        self.tags.clear()
         if dist.is_initialized() and why and "nccl" in dist.get_backend():
             distributed_c10d._abort_process_group()  # whose kernels may wait for messages that will not come
         if dist.is_initialized():
@@ -176,12 +176,6 @@ def reserve_tags(group: Group) -> int:
     """The first of TAGS tags that nothing else uses on this group. Its members reserve them in the same order."""
     group.context.tags[group.ranks] += 1
     return int((1 << 30) + group.context.tags[group.ranks] % 1023 * TAGS)
-
-
-def serial(group: Group) -> int:
-    """How often this was asked for the group's ranks: a name for something that they all make in the same order."""
-    group.context.serials[group.ranks] += 1
-    return group.context.serials[group.ranks]
 
 
 # -- the store: names that every rank can see, without a message that another rank would have to wait for

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -63,7 +63,7 @@ ONLY |= {"delay_all_reduce_named_params": None, "param_to_hook_all_reduce": None
 STEPS = "an optimizer raised in its step"
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Backward:
     """What hooks have seen of a backward."""
 
@@ -74,6 +74,14 @@ class _Backward:
     early: list[tuple[Slot, Tensor | None]] = field(default_factory=list)  # gradients of a loss's own parameters
     weight: float | None = None  # that `weigh` was given
     factor: float = 1.0  # of it, that a half-precision loss could not be scaled with
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Of this rank's optimizers, where they say so."""
+
+    open: int = 0  # were begun, and are not over
+    taken: int = 0
 
 
 class DataParallel(nn.Module):
@@ -117,6 +125,7 @@ class DataParallel(nn.Module):
         self.require_forward_param_sync = True  # DDP's name, which accelerate sets; buffers are equal after a reduction
         self.reducer = _Reducer()
         self._backward = _Backward()  # the running one
+        self._steps = _Steps()
         for slot in self._plan.slots:
             validation.replace_hook(slot.parameter, partial(self._arrived, slot), self._entering)
         self.register_load_state_dict_pre_hook(_rename)  # type: ignore[no-untyped-call]
@@ -163,9 +172,9 @@ class DataParallel(nn.Module):
         if now.early:  # a gradient that does not come through the weighed loss
             seen = f"weigh(..., {weight}), and {now.early[0][0].name!r} has a gradient of what was added to it"
         if now.weight is not None or now.early:
-            now.weight, now.factor = None, 1.0
+            self._backward = replace(now, weight=None, factor=1.0)
             raise EngineError("IG538", seen=seen, where=self.mesh.describe_rank())
-        now.weight, now.factor = weight, factor
+        self._backward = replace(now, weight=weight, factor=factor)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -195,23 +204,21 @@ class DataParallel(nn.Module):
     def begins_step(self) -> None:
         """Called before an optimizer of this model steps, as the Accelerator does. Until it `has_stepped`, backwards
         that reduce are refused on all ranks (IG559): a step that raises may have changed half of this rank's copy."""
-        self._window.stepping += 1  # an optimizer whose `step` calls that of its class says so twice
+        self._steps = replace(self._steps, open=self._steps.open + 1)  # a `step` may call that of its class
         self._step_state.mark_inconsistent(STEPS)
 
     def has_stepped(self) -> None:
         """Called behind it. Ranks whose optimizers have not stepped equally often are refused, too: one of them has
         missed an update."""
-        self._window.stepping -= 1
-        if self._window.stepping:  # inside of another, or behind one that raised
-            return
-        self._window.steps += 1
-        if self._step_state.optimizer_inconsistent == STEPS:
+        is_last = self._steps.open == 1  # not inside of another, nor behind one that raised
+        self._steps = _Steps(self._steps.open - 1, self._steps.taken + is_last)
+        if is_last and self._step_state.optimizer_inconsistent == STEPS:
             self._step_state.mark_consistent()
 
     def is_restored(self) -> None:
         """Called when all ranks have loaded a checkpoint: copies are equal again."""
         self._step_state.mark_consistent()
-        self._window.steps = self._window.stepping = 0
+        self._steps = _Steps()
 
     @property
     def drops(self) -> int:
@@ -243,14 +250,15 @@ class DataParallel(nn.Module):
     def _begin(self) -> None:
         """An output's gradient, or a parameter's, is there."""
         if not self._backward.running:
-            self._backward.running = True
+            self._backward = replace(self._backward, running=True)
             Variable._execution_engine.queue_callback(self._end)
 
     def _meets_output(self, rows: int | None, _: Tensor) -> None:
         """The gradient of an output of a batch of `rows` is there."""
         self._begin()
         if not self._backward.met_output:
-            self._backward.met_output, self._backward.rows = True, 1.0 if rows is None else float(rows)
+            rows_or_one = 1.0 if rows is None else float(rows)
+            self._backward = replace(self._backward, met_output=True, rows=rows_or_one)
 
     def _entering(self, _: Tensor) -> None:
         """Before a gradient is added to `.grad`."""
@@ -258,7 +266,7 @@ class DataParallel(nn.Module):
         if not self._backward.reached:
             self._window.open()
             self._step_state.begin(ReduceWhen.GRAD_READY if self.require_backward_grad_sync else ReduceWhen.STEP)
-            self._backward.reached = True
+            self._backward = replace(self._backward, reached=True)
 
     def _arrived(self, slot: Slot, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -304,7 +312,7 @@ class DataParallel(nn.Module):
             step_status.refuse_wrong(table, self.mesh)
             validation.check_weights(table.more["plain"], table.more["weighed"], self.mesh)
 
-        columns = self._window.columns()
+        columns = self._window.columns(self._steps.taken)
         return step_status.gather_step_status(self._step_state, status, wrong, columns, decide, self._drop)
 
     def _drop(self) -> None:

@@ -204,7 +204,6 @@ class Engine:
             self._drop()
             step_state.mark_discarded(error)
             raise
-        step_state.reducer.clear()  # a rank that waited long in this gather has raised the flag of the step before
 
     def begin_single_backward(self, /, **weights: float | Tensor) -> None:
         """Before a backward of terms: unless the step was begun, its weights are the step's, which takes no other."""
@@ -323,15 +322,10 @@ class Engine:
     @contextmanager
     def backward_context(self) -> Iterator[StepState]:
         """Several runs of autograd that count as one backward: `backward_loss`, `run_backward` of what this yields."""
-        try:
-            name = "isograd: backward" if self.pipeline is None else "isograd: pipeline"
-            named = self._watch.naming_changes(self.mesh)
-            with record_function(name), named, self.step_state.backward(self._reduce_when) as step_state:
-                yield step_state
-        except EngineError as error:
-            if error.code == "IG554":  # other ranks wait for this one at the gather of the step
-                self._gather_step_status(Status.FINE, wrong=error)
-            raise
+        name = "isograd: backward" if self.pipeline is None else "isograd: pipeline"
+        named = self._watch.naming_changes(self.mesh)
+        with record_function(name), named, self.step_state.backward(self._reduce_when) as step_state:
+            yield step_state
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -418,7 +412,8 @@ class Engine:
         unsent = bool(table.pending.any())
         if step_state.state is not State.REDUCED or unsent:  # perhaps only another rank's are unsent
             step_state.finish_reductions(flush=unsent)
-        unused = step_status.unused_anywhere(table, self.plan, self.mesh)
+        used = step_status.used_anywhere(table, self.plan, self.mesh).tolist()
+        unused = {slot.name for slot, is_used in zip(self.plan.slots, used, strict=True) if not is_used}
         shards, around = step_state.final_shards, (self.mesh.group("world"), self._device)
         squared = [shards[slot] for slot in self._counted if slot in shards and shards[slot].numel()]
         scale, value, launched = self.loss_scale.value if self.loss_scale else 1.0, math.nan, None

@@ -20,13 +20,12 @@ OWN_SUM = "_isograd_own_sum"  # marks a `.grad` of ig.DataParallel that is one r
 class GradPlaceholder(Tensor):
     """A gradient without values. `slot_name`: the parameter's name."""
 
-    slot_name: str
-
     @staticmethod
     def __new__(cls, like: Tensor, slot_name: str) -> GradPlaceholder:
-        made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
-        made.slot_name = slot_name
-        return made
+        return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+
+    def __init__(self, like: Tensor, slot_name: str) -> None:
+        self.slot_name = slot_name
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -3,7 +3,7 @@
 A NaN in one rank's loss reaches every gradient of that rank. A NaN that is born in backward leaves all losses finite:
 the parameters upstream of it have NaN gradients, on the rank where it was born. After the reduction every rank has
 them, and a rank's own gradients are gone. So the owner of rows looks at their sum as it lands, in which a NaN or an Inf
-stays visible, and then at what each rank has sent (`Flight.not_finite`). Where looking would make a GPU wait, each rank
+stays visible, and then at what each has sent (`Reducer.not_finite`). Where looking would make a GPU wait, each rank
 keeps the sum of all its gradients on the device. Only a skipped step gathers names.
 """
 

@@ -21,14 +21,12 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
-from isograd.comm.raw import Group
 from isograd.core.mesh import Mesh
 from isograd.engine.packing import Buffers, Reduction, packing_of, reduce_rows
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.sdc.reductions import ReductionSums
-from isograd.errors import EngineError
 
-PATIENCE = 1.0  # seconds after which a rank that waits at a step says so, and one that waits for a bucket asks
+PATIENCE = 1.0  # seconds that a backward waits for a bucket of the one before
 AT_ONCE = 2  # buckets that stay under way before `launch` asks whether they have arrived
 
 
@@ -37,20 +35,17 @@ class Reducer:
 
     def __init__(self, plan: Plan, mesh: Mesh, *, tree: bool) -> None:
         """`tree`: add in one binary tree."""
-        self.plan, self.tree, self._rank, self._where = plan, tree, mesh.rank, mesh.describe_rank()
+        self.plan, self.tree, self._rank = plan, tree, mesh.rank
         self._context = mesh.group("world").context
         self._groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
         self.packings = {bucket: packing_of(bucket.slots) for bucket in plan.buckets}  # planned once, for gathers too
         self.buffers = Buffers()  # for gathers too
-        self._serials = {ranks: raw.serial(group) for ranks, group in self._groups.items()}
-        self.step = 0  # its number
         self.sent: list[Bucket] = []  # the buckets that left since the step began, in order
         self.reduced: dict[Slot, Tensor] = {}  # my rows, summed over the data axes
         self.sums: ReductionSums | None = None  # of a step whose reductions are checked
         # Under way, each with the memory that it has been packed into; None where that is a gradient's own.
         self._pending: deque[tuple[Bucket, Reduction, Tensor | None]] = deque()
-        self._in_pass = 0  # launched in the running pass, or in the last one
-        self._with_block = 0  # launched since the last call of `next_block`
+        self._latest = 0  # launched since the last call of `begin_pass` or `next_block`
         # The sum of all that has left: not finite if any gradient is not. The host does not look at it before a step
         # is skipped.
         self._total = torch.zeros((), dtype=torch.float64, device=plan.slots[0].parameter.device)
@@ -63,8 +58,7 @@ class Reducer:
         while len(self._pending) >= AT_ONCE and self._pending[0][1].arrived_within(0.0):
             self._finish()
         self.sent.append(bucket)
-        self._in_pass += 1
-        self._with_block += 1
+        self._latest += 1
         group, packing = self._groups[bucket.owners.ranks], self.packings[bucket]
         if group.size == 1:
             self._add(bucket, [g.view(1) if g.dim() == 0 else g for g in gradients])
@@ -77,10 +71,9 @@ class Reducer:
         self._pending.append((bucket, reduction, None if len(bucket.slots) == 1 else flat))
 
     def begin_pass(self) -> None:
-        """Before a backward that launches: finish what left earlier than in the last such backward."""
-        while len(self._pending) > self._in_pass:
-            self._finish_or_refuse()
-        self._in_pass = 0
+        """Before a backward that launches: finish what is older than the last such backward, or its last block. A rank
+        that it comes from may have gone to the step instead, where all refuse it: this one goes on to meet it there."""
+        self._finish_older(PATIENCE)
 
     def next_block(self) -> None:
         """ZeRO 3: backward has left a block. Finish what left earlier than with the block before.
@@ -88,9 +81,17 @@ class Reducer:
         That cannot block: this rank has read the others' note of a gather that they posted when they had left two
         blocks before, or were leaving it, which ends with a launch (engine/zero3/gather_check.py).
         """
-        while len(self._pending) > self._with_block:
+        self._finish_older()
+
+    def _finish_older(self, patience: float | None = None) -> None:
+        """Finish what left before this was called last, or what of it arrives within a while on gloo."""
+        while len(self._pending) > self._latest:
+            bucket, reduction, _ = self._pending[0]
+            asks = not raw.is_nccl(self._groups[bucket.owners.ranks])
+            if asks and patience is not None and not reduction.arrived_within(patience):
+                break
             self._finish()
-        self._with_block = 0
+        self._latest = 0
 
     # -- wait
 
@@ -112,23 +113,6 @@ class Reducer:
         for slot, piece in zip(bucket.slots, rows, strict=True):
             before = self.reduced.get(slot)
             self.reduced[slot] = piece if before is None else before.add_(piece)
-
-    def _finish_or_refuse(self) -> None:
-        """Finish the oldest reduction, unless a rank that it waits for has gone to the step instead."""
-        bucket, reduction, _ = self._pending[0]
-        while not raw.is_nccl(self._groups[bucket.owners.ranks]) and not reduction.arrived_within(PATIENCE):
-            if int(raw.store_get(self._flag(bucket.owners)) or -1) >= self.step:
-                seen = f"a backward here, and one of ranks {list(bucket.owners.ranks)} at its step"
-                raise EngineError("IG554", seen=seen, where=self._where)
-        self._finish()
-
-    @property
-    def flags(self) -> list[str]:
-        """Names that a rank which has waited at the gather of a step sets to its number: it launches nothing more."""
-        return [self._flag(group) for group in self.plan.owners]
-
-    def _flag(self, owners: Group) -> str:
-        return f"step/{'-'.join(map(str, owners.ranks))}/{self._serials[owners.ranks]}"
 
     def take_reduced(self) -> dict[Slot, Tensor]:
         """My rows, summed over the data axes; this object keeps none of them."""
@@ -175,9 +159,9 @@ class Reducer:
     def clear(self) -> None:
         """A new step begins. Nothing may be under way."""
         assert not self._pending, "reductions of the step before have not ended"
-        self.sent, self.reduced, self._in_pass, self._with_block = [], {}, 0, 0
+        self.reduced, self._latest = {}, 0
+        self.sent.clear()
         self._total.zero_()
-        self.step += 1
 
 
 def zeros_of(slot: Slot) -> Tensor:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -112,7 +112,6 @@ class StepState:
         self.loss_sums = LossSums()
         self.term_weights = TermWeights(mesh)  # of the terms of a step that has several
         self.ended = 0  # steps that were taken or dropped
-        self.synced_backwards = 0  # backwards of this step whose buckets left, which every owner must run equally often
         self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
         self.final_shards: dict[Slot, Tensor] = {}  # my rows, every sum complete
         self.full: dict[Slot, Tensor] = {}  # memory of a whole gradient
@@ -125,11 +124,10 @@ class StepState:
         self._outgoing = _Outgoing(ReduceWhen.STEP, [])
         self._slots = {id(slot.parameter): slot for slot in plan.slots}
         self._home = {slot: bucket for bucket in plan.buckets for slot in bucket.slots}
-        # Whose `.grad` is withheld, and by what: the parameter's, and that of what the optimizer steps in its place.
+        # What withholds `.grad` between backwards, once used: of the parameter, and of what is stepped in its place.
         self._placeholders: dict[Slot, list[tuple[nn.Parameter, GradPlaceholder]]] = {
             slot: [(slot.parameter, GradPlaceholder(slot.parameter, slot.name))] for slot in plan.slots if withholds
         }
-        self._withheld: set[Slot] = set()  # whose `.grad` is a stand-in
 
     def withhold_masters(self, masters: dict[str, nn.Parameter]) -> None:
         """Tensors that the optimizer steps in place of parameters: their `.grad` is withheld, too."""
@@ -163,9 +161,8 @@ class StepState:
 
     def fail(self, reason: BaseException | str) -> None:
         """The step cannot be finished; ranks are told at its gather."""
-        if isinstance(reason, BaseException):
-            reason = headline(reason)
-        self.state, self.failure = State.FAILED, self.failure or reason
+        said = headline(reason) if isinstance(reason, BaseException) else reason
+        self.state, self.failure = State.FAILED, self.failure or said
 
     def backward_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool = True) -> bool:
         """Backward from a loss: gradients of loss * weight. `last`: they may leave. False: they count for nothing."""
@@ -178,15 +175,18 @@ class StepState:
         if not nothing or self.units is not None:  # at ZeRO 3 the other ranks gather parameters with this one
             on_card = isinstance(weight, Tensor) and weight.device.type != "cpu"
             self._seeded(loss, count, last=last, discard=nothing, counts=not on_card and bool(weight))
-        self.loss_sums.add_weight(count)
+        self.add_weight(count)
         self.loss_sums.losses.append(weighted(loss.detach().double().reshape(()), count))
         return not nothing
+
+    def add_weight(self, weight: Tensor | float) -> None:
+        """Of a backward."""
+        self.loss_sums = replace(self.loss_sums, weight=self.loss_sums.weight + weight)
 
     def backward_discarded(self, loss: Tensor, weight: Tensor | float) -> None:
         """Backward from a loss as `backward_loss` does it; the step gathers nothing of it. For `watcher`."""
         self.must_be(State.BACKWARD)
-        count = number_on(loss.device, weight)
-        self._seeded(loss, count, last=False, discard=True)
+        self._seeded(loss, number_on(loss.device, weight), last=False, discard=True)
 
     def backward_terms(self, terms: Terms, *, last: bool = True) -> bool:
         """Backward from the terms of a loss, in one run of autograd; each is seeded with its share of the step."""
@@ -281,19 +281,17 @@ class StepState:
     def begin(self, reduce_when: ReduceWhen) -> None:
         """For a front whose backward is run by others; else `backward`."""
         self.must_be(State.OPEN, State.REDUCED)
-        error = self.problem_in_grads()
-        if error is not None:
+        if (error := self.problem_in_grads()) is not None:
             self.fail(error)
             if self.units is not None:  # the others may have begun theirs, and wait for this rank
                 self.units.abort(headline(error))
             raise error
-        for slot in self._withheld:
+        for slot in self.used & self._placeholders.keys():
             slot.parameter.grad = None
-        synced = reduce_when is not ReduceWhen.STEP
-        self.state, self._withheld = State.BACKWARD, set()
+        self.state, synced = State.BACKWARD, reduce_when is not ReduceWhen.STEP
         self._outgoing = _Outgoing(reduce_when, self.plan.buckets if synced else [])
         if synced:
-            self.synced_backwards += 1
+            self.loss_sums = replace(self.loss_sums, synced_backwards=self.loss_sums.synced_backwards + 1)
             self.reducer.begin_pass()
 
     def must_be(self, *states: State) -> None:
@@ -322,7 +320,7 @@ class StepState:
         changed = sorted(
             slot.name
             for slot, shown in self._placeholders.items()
-            if any(p.grad is not (stand_in if slot in self._withheld else None) for p, stand_in in shown)
+            if any(p.grad is not (stand_in if slot in self.used else None) for p, stand_in in shown)
         )
         if not changed or self.state is State.FAILED:
             return None
@@ -357,7 +355,8 @@ class StepState:
 
     def forget_own(self) -> None:
         """This rank's own sums were cleared by the user, and their weight with them."""
-        self.local, self.used, self.loss_sums = {}, set(), LossSums(losses=self.loss_sums.losses)
+        self.local, self.loss_sums = {}, replace(self.loss_sums, weight=0.0)
+        self.used.clear()
 
     # -- 3. a bucket leaves
 
@@ -385,8 +384,7 @@ class StepState:
             self._flush()
         if self.units is not None:
             self.units.all_ended()
-        self._withheld = self.used & self._placeholders.keys()
-        for parameter, stand_in in (pair for slot in self._withheld for pair in self._placeholders[slot]):
+        for parameter, stand_in in (pair for slot in self.used for pair in self._placeholders.get(slot, ())):
             parameter.grad = stand_in
         self.state = State.OPEN
 
@@ -452,8 +450,8 @@ class StepState:
     @property
     def empty(self) -> bool:
         """Whether nothing of a step is under way."""
-        begun = self.term_weights.expected is not None or self.loss_sums.losses or self.synced_backwards
-        return self.state is State.OPEN and not (begun or self.pending())
+        sums, announced = self.loss_sums, self.term_weights.expected is not None
+        return self.state is State.OPEN and not (announced or sums.losses or sums.synced_backwards or self.pending())
 
     def clear(self) -> None:
         """Everything of this step is dropped, and the next one is open. Nothing may be on its way."""
@@ -462,20 +460,23 @@ class StepState:
                 parameter.grad = None
         self.reducer.clear()
         self.reducer.end_sums()
-        self.local, self.final_shards, self.full, self.loss_sums, self.synced_backwards = {}, {}, {}, LossSums(), 0
-        self.term_weights = self.term_weights.next_step()
-        self.used, self._withheld, self._outgoing = set(), set(), _Outgoing(ReduceWhen.STEP, [])
-        self._tree = Tree()
+        self._forget()
+        self.loss_sums, self.term_weights = LossSums(), self.term_weights.next_step()
+        self.used.clear()
         self.state, self.failure, self.ended = State.OPEN, None, self.ended + 1
 
     def abandon(self) -> None:
         """All ranks together: drop the step. What is on its way lands first, and nothing of it is kept."""
-        self.local, self.final_shards, self.full, self._tree = {}, {}, {}, Tree()  # one may be out of memory
+        self._forget()  # at once: one may be out of memory
         self.reducer.send_missing(self.mesh)
         self.reducer.finish_all()
         if self.units is not None:
             self.units.abort()
         self.clear()
+
+    def _forget(self) -> None:
+        self.local, self.final_shards, self._tree = {}, {}, Tree()
+        self.full.clear()
 
     # -- a step that was dropped already
 

@@ -150,15 +150,13 @@ def gather(
     mesh, sums = step_state.mesh, [step_state.loss_sums.weight, loss]
     if status is Status.FINE:  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
-    known = [float(step_state.pending()), float(status), float(step_state.synced_backwards), float(settings)]
+    known = [float(step_state.pending()), float(status), float(step_state.loss_sums.synced_backwards), float(settings)]
     used = packed([slot in step_state.used for slot in step_state.plan.slots], step_state.widest)
     heads = [torch.as_tensor(number, dtype=torch.float64).reshape(1) for number in sums]
     says = [*heads, torch.tensor(known, dtype=torch.float64), used, *(part.double() for part in more.values())]
     sizes, on_cards = [len(part) for part in says], [part for part in says if part.is_cuda]
     mine = torch.cat([torch.zeros(part.shape, dtype=part.dtype) if part.is_cuda else part for part in says])
-    limit, reducer = gives_up(status, mesh), step_state.reducer  # a further backward waits for this rank
-    group, note = step_state.status_group, str(reducer.step)
-    rows = torch.stack(raw.gather_list(mine, group, limit=limit, flags=reducer.flags, note=note))
+    rows = torch.stack(raw.gather_list(mine, step_state.status_group, limit=gives_up(status, mesh)))
 
     def table(late: Late | None) -> StepStatus:
         weights, losses, numbers, used, *columns = rows.split(sizes, dim=1)
@@ -311,12 +309,6 @@ def of_data(table: Tensor, mesh: Mesh) -> Tensor:
 def with_own_things(mesh: Mesh) -> list[int]:
     """The ranks whose terms are added up: those that hold other data or other stages than this one, and it."""
     return list(mesh.ranks(f"{DATA} pp"))
-
-
-def unused_anywhere(table: StepStatus, plan: Plan, mesh: Mesh) -> set[str]:
-    """The names of this rank's other parameters."""
-    used = used_anywhere(table, plan, mesh)
-    return {slot.name for slot, is_used in zip(plan.slots, used.tolist(), strict=True) if not is_used}
 
 
 def used_anywhere(table: StepStatus, plan: Plan, mesh: Mesh) -> Tensor:

@@ -232,16 +232,13 @@ class TermWeights:
                     raise EngineError("IG516", seen=seen, where=self.mesh.describe_rank(), axes=axis, things="weights")
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossSums:
-    """The losses of a step on this rank."""
+    """The losses of a step on this rank, and its backwards."""
 
     weight: Tensor | float = 0.0
     losses: list[Tensor] = field(default_factory=list)  # weighted, one per backward
-
-    def add_weight(self, weight: Tensor | float) -> None:
-        """Of a backward."""
-        self.weight = self.weight + weight
+    synced_backwards: int = 0  # whose buckets left, which every owner must run equally often
 
 
 # -- numbers

@@ -10,7 +10,7 @@ parameter, when the next backward begins.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from isograd.engine.step import StepState
 from isograd.errors import EngineError
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Gathered:
     """Of this rank's backwards since the last reduction."""
 
@@ -32,38 +32,50 @@ class _Gathered:
     torn: bool = False  # a part of their sum was cleared
 
 
+@dataclass(frozen=True)
+class _Reduced:
+    """What `.grad` has of all ranks since gradients were last cleared."""
+
+    totals: dict[Slot, float]  # the weight in what it is the weighted mean of
+    weighed: bool = False  # whether there were backwards of this kind, those of the running window too
+    plain: bool = False
+
+
+@dataclass(frozen=True)
+class _LastGrads:
+    """What we have left in `.grad`."""
+
+    left: dict[Slot, tuple[Tensor, int]] = field(default_factory=dict)  # and its version
+    own: bool = False  # whether that is this rank's own sum
+
+
 class Window:
     """The backwards between two reductions, and `.grad` before them."""
 
     def __init__(self, step_state: StepState) -> None:
         self.step_state, self.slots = step_state, step_state.plan.slots
         self.now = _Gathered()
-        self.totals = dict.fromkeys(self.slots, 0.0)  # all ranks' weight in what `.grad` is the weighted mean of
+        self.reduced = self._nothing = _Reduced(dict.fromkeys(self.slots, 0.0))
         self.drops = 0  # windows that were dropped
-        self.steps = 0  # of optimizers, where they are counted
-        self.stepping = 0  # steps that were begun, and are not over
-        self.weighed = self.plain = False  # which kinds of backwards there were since gradients were last cleared
-        self._left: dict[Slot, tuple[Tensor, int]] = {}  # what we left in `.grad`, and its version
-        self._own = False  # whether that is this rank's own sum
+        self._shown = _LastGrads()
 
     def open(self) -> None:
         """Before the first gradient of a backward arrives. `.grad` becomes None: autograd puts the new one there."""
-        cleared = [slot for slot in self._left if self._is_cleared(slot)]
-        everything = len(cleared) == len(self._left)
+        cleared = [slot for slot in self._shown.left if self._is_cleared(slot)]
+        everything = len(cleared) == len(self._shown.left)
         if everything:
-            self.weighed = self.plain = False
-            self.totals = dict.fromkeys(self.slots, 0.0)
-        if self._own:
+            self.reduced = self._nothing
+        if self._shown.own:
             self._open_own(cleared, everything)
         else:
-            for slot in self.slots:
-                if slot in cleared:
-                    self.totals[slot] = 0.0
-                elif slot.parameter.grad is not None:
-                    self.now.before[slot] = slot.parameter.grad
+            totals = self.reduced.totals | dict.fromkeys(cleared, 0.0)
+            self.reduced = replace(self.reduced, totals=totals)
+            known = {slot: slot.parameter.grad for slot in self.slots if slot not in cleared}
+            before = {slot: gradient for slot, gradient in known.items() if gradient is not None}
+            self.now = replace(self.now, before=self.now.before | before)
         for slot in self.slots:
             slot.parameter.grad = None
-        self._left = {}
+        self._shown = _LastGrads(own=self._shown.own)
 
     def _open_own(self, cleared: list[Slot], everything: bool) -> None:
         step_state = self.step_state
@@ -71,32 +83,31 @@ class Window:
             step_state.forget_own()
             self.now = _Gathered()
         elif cleared:
-            self.now.torn = True
+            self.now = replace(self.now, torn=True)
         for slot in step_state.local:  # it may have been edited; of half precision it is a copy
-            shown = slot.parameter.grad
-            if shown is not None and shown is not step_state.local[slot] and shown._version != self._left[slot][1]:
+            shown, own = slot.parameter.grad, step_state.local[slot]
+            if shown is not None and shown is not own and shown._version != self._shown.left[slot][1]:
                 step_state.replace_own(slot, shown)
 
     def _is_cleared(self, slot: Slot) -> bool:
         """(Gradients may be zero by themselves.)"""
-        gradient, (left, version) = slot.parameter.grad, self._left[slot]
+        gradient, (left, version) = slot.parameter.grad, self._shown.left[slot]
         if gradient is None:
             return True
         return (gradient is not left or gradient._version != version) and not bool(gradient.any())
 
     def add(self, weight: float | None, rows: float, known: bool) -> None:
         """A backward of this window has ended. `weight`: what `weigh` was given. `known`: `rows` are a batch's."""
-        if weight is None:
-            self.plain, self.now.unknown = True, self.now.unknown or not known
-        else:
-            self.weighed = True
-        self.now.backwards += 1
-        self.step_state.loss_sums.add_weight(rows if weight is None else weight)
+        plain, now = weight is None, self.now
+        before = self.reduced
+        self.reduced = replace(before, plain=before.plain or plain, weighed=before.weighed or not plain)
+        self.now = replace(now, backwards=now.backwards + 1, unknown=now.unknown or (plain and not known))
+        self.step_state.add_weight(rows if weight is None else weight)
 
-    def columns(self) -> dict[str, Tensor]:
-        """What the other ranks must know, for the gather of a reduction."""
-        known = {"weighed": self.weighed, "plain": self.plain, "backwards": self.now.backwards}
-        known["steps"] = self.steps
+    def columns(self, steps: int) -> dict[str, Tensor]:
+        """What the other ranks must know, for the gather of a reduction. `steps`: that optimizers have taken."""
+        known = {"weighed": self.reduced.weighed, "plain": self.reduced.plain, "backwards": self.now.backwards}
+        known["steps"] = steps
         return {name: torch.tensor([number], dtype=torch.float64) for name, number in known.items()}
 
     def problem(self, mesh: Mesh) -> EngineError | None:
@@ -114,9 +125,9 @@ class Window:
             return dict.fromkeys(self.slots, (backwards / weight if weight else 0.0, 1.0))
         found = {}
         for slot in self.slots:
-            total = self.totals[slot] + weight
-            share = 1.0 / total if total else 0.0  # a mean over nothing is nothing
-            found[slot] = share, self.totals[slot] * share
+            before = self.reduced.totals[slot]
+            share = 1.0 / (before + weight) if before + weight else 0.0  # a mean over nothing is nothing
+            found[slot] = share, before * share
         return found
 
     def finish(self, used: Sequence[bool], weight: float, scales: dict[Slot, tuple[float, float]]) -> None:
@@ -131,7 +142,8 @@ class Window:
                 found[slot] = full[slot]
             else:
                 found[slot] = None if before is None else before.mul_(keep)
-            self.totals[slot] += weight
+        totals = {slot: total + weight for slot, total in self.reduced.totals.items()}
+        self.reduced = replace(self.reduced, totals=totals)
         self._leave(found, own=False)
         self.now = _Gathered()
         self.step_state.clear()
@@ -148,13 +160,14 @@ class Window:
         """
         self._leave({}, own=False)
         self.now, self.drops = _Gathered(), self.drops + 1
-        self.totals, self.weighed, self.plain = dict.fromkeys(self.slots, 0.0), False, False
+        self.reduced = self._nothing
 
     def _leave(self, gradients: dict[Slot, Tensor] | dict[Slot, Tensor | None], own: bool) -> None:
-        self._left, self._own = {}, own
+        left = {}
         for slot in self.slots:
             gradient = gradients.get(slot)
             slot.parameter.grad = None if gradient is None else gradient.to(slot.parameter.dtype)
             if slot.parameter.grad is not None:
                 setattr(slot.parameter.grad, OWN_SUM, own)
-                self._left[slot] = slot.parameter.grad, slot.parameter.grad._version
+                left[slot] = slot.parameter.grad, slot.parameter.grad._version
+        self._shown = _LastGrads(left, own)

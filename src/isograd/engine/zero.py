@@ -335,13 +335,13 @@ def _has_state(one: torch.optim.Optimizer) -> bool:
 @torch.no_grad()
 def gather_gradients(step_state: StepState, scales: Mapping[Slot, float | None]) -> None:
     """My rows, scaled (None: as they are), and everybody's, into the whole gradient."""
-    work = []
+    work, full = [], step_state.full
     for bucket in step_state.plan.buckets:
         pairs = []
         for slot in bucket.slots:
-            if slot not in step_state.full:
-                step_state.full[slot] = zeros_of(slot)
-            whole, mine, scale = step_state.full[slot], step_state.final_shards.get(slot), scales.get(slot)
+            if slot not in full:
+                full[slot] = zeros_of(slot)
+            whole, mine, scale = full[slot], step_state.final_shards.get(slot), scales.get(slot)
             rows = slot.rows(whole)
             if mine is not None and scale is not None:
                 torch.mul(mine, scale, out=rows)

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 from typing import Any
@@ -85,12 +86,15 @@ class ParamGroup:
 
 @dataclass(frozen=True)
 class Run:
-    """A forward or a backward of the model; `phase` says which ("": none)."""
+    """A forward or a backward of the model; `phase` says which ("": none, and what the last one has left)."""
 
     phase: str = ""
     outer: BaseException | None = None  # being handled when it began
     order: list[ParamGroup] = field(default_factory=list)  # of a forward
     on_block_done: Callable[[set[int]], None] | None = None  # for parameters (ids) that a backward has left behind
+    current: ParamGroup | None = None  # whose backward began last; None: the root's
+    epoch: int | None = None  # of the check, in which a forward or a backward began that is not over
+    announced: Announcement | None = None  # when backward last left a block without a gather, or ended
 
     @property
     def words(self) -> str:
@@ -134,18 +138,14 @@ class Zero3Hooks:
         self._one_stage = mesh.layout.pp == 1  # a step's backward follows its forward, and begins with the last block
         self._chunks = mesh.layout.vpp > 1  # forwards take turns between blocks that are not the same ones
         self._run = IDLE
-        self._epoch: int | None = None  # of the check, in which a forward or a backward began that is not over
         self._readers = 0
         self._calls = 0  # of blocks, that have begun
-        self._pending: list[tuple[Announcement, list[ShardedParam]]] = []  # gathers
-        self._announced: Announcement | None = None  # when backward last left a block without a gather, or ended
+        self._pending: deque[tuple[Announcement, list[ShardedParam]]] = deque()  # gathers
         self._next: dict[int, ParamGroup] = {}  # which group follows which (number), as the last forward had it
         self._previous: dict[int, ParamGroup] = {}
-        self._unsharded: dict[int, ParamGroup] = {}  # by number
         self.params = shard(slots, first, mesh, torch.device("cpu") if offload else mesh.device)
         self.groups = _groups(model, blocks, self.params)
         self.root = self.groups[0]
-        self._current = self.root  # whose backward began last
         self.named: Callable[[BaseException], BaseException | None] = lambda _: None  # an integration names lost ranks
         self._handles = self._hook_into(model)
 
@@ -174,11 +174,11 @@ class Zero3Hooks:
             return
         if self._run.phase:  # what torch does not tell hooks about: KeyboardInterrupt, for one
             self.abort("its forward was interrupted")
-        self._begin(Run("forward", sys.exception(), [self.root]))
+        self._begin(Run("forward", sys.exception(), [self.root], announced=self._run.announced))
         self.unshard(self._next.get(0))
 
     def _begin(self, run: Run) -> None:
-        self._run, self._current, self._epoch = run, self.root, self._check.epoch
+        self._run = replace(run, epoch=self._check.epoch)
         self._need(self.root)
 
     def _forward_ends(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -189,12 +189,12 @@ class Zero3Hooks:
         if error is not None:
             self.abort(f"failed in forward: {headline(error)}")
             return
-        self._run = IDLE
+        self._run = Run(epoch=run.epoch, announced=run.announced)
         if differentiable(output):
             self.root.state = GroupState.KEPT
             self._reshard_unused()
         else:  # an evaluation: no backward will come, whose notes are unlike those of a forward
-            self._epoch = None
+            self._run = replace(self._run, epoch=None)
             self._reshard_unused(kept=True)
             self._confirm(self._announce("ends its forward"))
         self._remember(run.order)
@@ -251,7 +251,6 @@ class Zero3Hooks:
 
     def begin_backward(self, on_block_done: Callable[[set[int]], None] | None) -> None:
         """`on_block_done` may send what backward has left behind: at the same points on all ranks."""
-        self._announced = None
         self._begin(Run("backward", sys.exception(), on_block_done=on_block_done))
         self.unshard(self._previous.get(0))
 
@@ -262,9 +261,10 @@ class Zero3Hooks:
             group.open_forwards -= 1
         if group.state is GroupState.RECOMPUTED:
             group.state = GroupState.UNSHARDED
-        if group is self._current:
+        last = self._run.current or self.root
+        if group is last:
             return
-        last, self._current = self._current, group
+        self._run = replace(self._run, current=group)
         is_over = last is not self.root and not last.open_forwards
         if is_over and last.state is GroupState.KEPT:
             last.state = GroupState.UNSHARDED
@@ -274,7 +274,8 @@ class Zero3Hooks:
         self.wait_for_unshard()
         done = self._run.on_block_done if is_over else None
         if done and not gathers:  # read when the next block is left: ranks may be one block apart
-            before, self._announced = self._announced, self._announce(f"has left {last.name} in backward")
+            before, note = self._run.announced, self._announce(f"has left {last.name} in backward")
+            self._run = replace(self._run, announced=note)
             self._confirm(before)
         self.unshard(self._previous.get(group.number))  # its rows travel while `done` waits and sends
         # After a note of the other ranks, which proves that they have come as far: `done` may wait for them.
@@ -287,13 +288,13 @@ class Zero3Hooks:
         if error is not None:
             self.abort(f"failed in backward: {headline(error)}")
             return
-        said, self._run = f"ends its {self._run.words}", IDLE
+        said, self._run = f"ends its {self._run.words}", Run(epoch=self._run.epoch)
         self._reshard_unused(kept=True)
-        self._announced, self._epoch = self._announce(said), None
+        self._run = Run(announced=self._announce(said))
 
     def all_ended(self) -> None:
         """Wait until all data ranks have ended the last backward. Raises where an exception has ended one."""
-        self._confirm(self._announced)
+        self._confirm(self._run.announced)
 
     # -- together with the other ranks
 
@@ -305,7 +306,7 @@ class Zero3Hooks:
 
     def abort(self, said: str = "gave up a forward or a backward") -> None:
         """Back to the state between two steps, after an exception. Waits for no other rank; tells those that wait."""
-        if self._epoch == self._check.epoch and not self._readers:
+        if self._run.epoch == self._check.epoch and not self._readers:
             self._check.abort(said)
         self._clear()
 
@@ -323,17 +324,16 @@ class Zero3Hooks:
 
     def _clear(self) -> None:
         """Nothing is full but for readers, nothing is under way, and no order of blocks is expected any more."""
-        self._run, self._current, self._epoch, self._announced = IDLE, self.root, None, None
-        self._next, self._previous, self._pending = {}, {}, []
+        self._run, self._next, self._previous = IDLE, {}, {}
+        self._pending.clear()
         self._forget_groups()
         for param in self.params.values():
             if param.is_filling or (param.users and READERS not in param.users):
                 param.free_full(lent=param.is_filling)  # rows of others may still arrive in that memory
                 param.users.clear()
-            param.users &= {READERS}
+            param.users.intersection_update({READERS})
 
     def _forget_groups(self) -> None:
-        self._unsharded.clear()
         for group in self.groups:
             group.state, group.open_forwards = GroupState.SHARDED, 0
 
@@ -349,7 +349,6 @@ class Zero3Hooks:
         """Start gathering what is not there, or on its way, of a group."""
         if group is None:
             return
-        self._unsharded[group.number] = group
         if group.state is GroupState.SHARDED:
             group.state = GroupState.UNSHARDED
         missing = [param for param in group.params if not param.users]
@@ -377,11 +376,10 @@ class Zero3Hooks:
                 handle.wait()
             for param in params:
                 param.filled()
-            del self._pending[0]
+            self._pending.popleft()
 
     def reshard(self, group: ParamGroup) -> None:
         """Free a group's parameters, but for those that another one uses."""
-        self._unsharded.pop(group.number, None)
         group.state = GroupState.SHARDED
         for param in group.params:
             if param.users == {group.number}:
@@ -391,8 +389,9 @@ class Zero3Hooks:
             param.users.discard(group.number)
 
     def _reshard_unused(self, *but: ParamGroup, kept: bool = False) -> None:
-        for group in list(self._unsharded.values()):
-            if group not in but and (kept or group.state is GroupState.UNSHARDED):
+        for group in self.groups:
+            done = group.state is not GroupState.SHARDED if kept else group.state is GroupState.UNSHARDED
+            if done and group not in but:
                 self.reshard(group)
 
     # -- everything full
