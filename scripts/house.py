@@ -61,14 +61,14 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_569,
+    "isograd, lines": 51_515,
     "isograd-verify, lines": 17_699,
-    "comm + engine, lines": 9_262,
+    "comm + engine, lines": 9_208,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,
-    "reassigned fields of engine, comm, losses": 121,
+    "reassigned fields of engine, comm, losses": 90,
     "public class names defined twice": 0,
     "identifiers that are no names": 0,
 }

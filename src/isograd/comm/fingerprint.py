@@ -62,11 +62,8 @@ def _words(data: Tensor) -> Tensor:
 
 
 def _shape(tensor: Tensor) -> int:
-    return _signed(sum(_MIX**n * (size + 1) for n, size in enumerate((tensor.dim(), *tensor.shape), 1)))
-
-
-def _signed(number: int) -> int:
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+    number: int = sum(_MIX**n * (size + 1) for n, size in enumerate((tensor.dim(), *tensor.shape), 1))
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)  # signed
 
 
 def first_unlike(mine: Mapping[str, Tensor], group: Group) -> tuple[int, list[str]] | None:

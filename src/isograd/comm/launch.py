@@ -52,7 +52,7 @@ class World:
     """`nproc` ranks that are started once and reused by every `run`. After a failed run they are started anew."""
 
     def __init__(
-        self, nproc: int, *, threads: int = 1, interface: str | None = "lo", patience: float = 0.0,
+        self, nproc: int, *, threads: int = 1, patience: float = 0.0,
         deaf: Iterable[int] = (), busy: Callable[[], bool] = lambda: False, device: Asked = None,
     ) -> None:  # fmt: skip
         """patience: seconds that a collective waits for a silent rank, when longer than usual.
@@ -65,7 +65,7 @@ class World:
         """
         if nproc < 1:
             raise LaunchError("IG250", "a world needs at least one rank", seen=nproc, expected="nproc >= 1")
-        self.nproc, self._threads, self._interface, self._patience = nproc, threads, interface, patience
+        self.nproc, self._threads, self._patience = nproc, threads, patience
         self._deaf, self._busy, self._device = tuple(deaf), busy, device
         self._ranks: _Ranks | None = None
 
@@ -120,7 +120,7 @@ class _Ranks:
         for rank in range(world.nproc):
             alive = self._alive.fileno() if forked else None
             seat = Seat(
-                *(rank, world.nproc, self.directory, world._threads, world._interface, world._patience),
+                *(rank, world.nproc, self.directory, world._threads, "lo", world._patience),
                 *(deaf, world._device, alive),
             )
             ours, theirs = context.Pipe()

@@ -3,7 +3,7 @@ gloo, for NCCL, for threads of one process (threads.py) and for ranks that are s
 
     exchange            lists of tensors to and from every other member, all at once
     send, receive       to and from one member
-    reduce_scatter, all_gather, all_reduce, all_max, all_to_all     only where `native` (NCCL)
+    reduce_scatter, all_gather, all_reduce      only where `native` (NCCL)
     broadcast, barrier
 
 Each adds what it has started to a handle (handle.py), message by message: an exception in between leaves none that
@@ -127,13 +127,9 @@ class Nccl(Transport):
         """Equal chunks of every member in one flat tensor."""
         return _all_gather(flat, mine, group=self.process_group, async_op=True)
 
-    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+    def all_reduce(self, x: Tensor) -> None:
         """In place, and waited for by the current stream."""
-        dist.all_reduce(x, op=op, group=self.process_group)
-
-    def all_max(self, x: Tensor) -> None:
-        """The elementwise maximum, in place."""
-        self.all_reduce(x, dist.ReduceOp.MAX)
+        dist.all_reduce(x, group=self.process_group)
 
 
 def of_torch(process_group: Any, ranks: tuple[int, ...], index: int) -> Transport:

@@ -77,7 +77,7 @@ def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it stops all ranks
     for number in (signal.SIGTERM, signal.SIGHUP):
         # Not SIG_IGN, which the programs that a rank starts would inherit.
-        signal.signal(number, _leave_to_parent if number in seat.deaf else signal.SIG_DFL)
+        signal.signal(number, (lambda *_: None) if number in seat.deaf else signal.SIG_DFL)
     stacks = open(stack_file(seat.directory, seat.rank), "w")  # noqa: SIM115  (open as long as the rank lives)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP)  # the fork server has them blocked
@@ -146,10 +146,6 @@ def _failed(error: BaseException) -> Answer:
         said = (error.code, error.what, *(getattr(error, part) for part in PARTS))
         spelled = tuple(None if part is None else str(part) for part in said)
     return Answer(False, traceback.format_exc(), float(vars(error).get(RAISED_AT) or time.monotonic()), spelled)
-
-
-def _leave_to_parent(*_: object) -> None:
-    pass
 
 
 def when_orphaned(say: Callable[[], str] | None) -> None:

@@ -23,6 +23,7 @@ from isograd.core.mesh import DATA, Mesh
 from isograd.engine import step_status
 from isograd.engine.step import StepState
 from isograd.engine.step_status import SAME_LOSS, StepStatus
+from isograd.engine.tree import tree_sum
 from isograd.engine.zero import SCALES, ShardedOptimizer, Verdict
 from isograd.errors import EngineError
 
@@ -82,9 +83,9 @@ def verdict_of(rows: Tensor, places: list[Tensor], clip: float | None, loss_scal
     weights are added up, and groups of ranks that have equal losses and weights, and equal inputs."""
     squares, weights, losses, digests, wrong = rows.unbind(1)
     data, tp, same_inputs = places
-    weight = _tree_sum(weights.index_select(0, data))
+    weight = tree_sum(weights.index_select(0, data).unbind())
     scale = 1.0 / (weight * loss_scale)
-    grad_norm = _tree_sum(squares).sqrt() * scale
+    grad_norm = tree_sum(squares.unbind()).sqrt() * scale
     factor = scale if clip is None else scale * (clip / (grad_norm + 1e-6)).clamp(max=1.0)
     right = grad_norm.isfinite() & (weight > 0) & (factor > SCALES[0]) & (factor < SCALES[1])
     right = right & (weights >= 0).all() & weights.isfinite().all() & (wrong == 0).all()
@@ -101,12 +102,3 @@ def verdict_of(rows: Tensor, places: list[Tensor], clip: float | None, loss_scal
 def _equal(numbers: Tensor, groups: Tensor) -> Tensor:
     of_groups = numbers[groups]
     return (of_groups == of_groups[:, :1]).all()
-
-
-def _tree_sum(numbers: Tensor) -> Tensor:
-    """In pairs, so that every card adds in the same order."""
-    while len(numbers) > 1:
-        if len(numbers) % 2:
-            numbers = torch.cat((numbers, numbers.new_zeros(1)))
-        numbers = numbers[0::2] + numbers[1::2]
-    return numbers[0]

@@ -412,7 +412,8 @@ class Engine:
         unsent = bool(table.pending.any())
         if step_state.state is not State.REDUCED or unsent:  # perhaps only another rank's are unsent
             step_state.finish_reductions(flush=unsent)
-        unused = step_status.unused_anywhere(table, self.plan, self.mesh)
+        used = step_status.used_anywhere(table, self.plan, self.mesh).tolist()
+        unused = {slot.name for slot, is_used in zip(self.plan.slots, used, strict=True) if not is_used}
         shards, around = step_state.final_shards, (self.mesh.group("world"), self._device)
         squared = [shards[slot] for slot in self._counted if slot in shards and shards[slot].numel()]
         scale, value, launched = self.loss_scale.value if self.loss_scale else 1.0, math.nan, None

@@ -311,12 +311,6 @@ def with_own_things(mesh: Mesh) -> list[int]:
     return list(mesh.ranks(f"{DATA} pp"))
 
 
-def unused_anywhere(table: StepStatus, plan: Plan, mesh: Mesh) -> set[str]:
-    """The names of this rank's other parameters."""
-    used = used_anywhere(table, plan, mesh)
-    return {slot.name for slot, is_used in zip(plan.slots, used.tolist(), strict=True) if not is_used}
-
-
 def used_anywhere(table: StepStatus, plan: Plan, mesh: Mesh) -> Tensor:
     """Bool per parameter of this rank: whether any part of it was used by a rank of its stage, or by a stage that it is
     tied to. (An expert that got no token is stepped as one device steps it, which has all experts in one tensor.)"""
