@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,32 @@ def test_the_documented_loop_has_the_gradients_of_one_device(worlds) -> None:
 def test_loaders_of_different_lengths_are_named_on_all_ranks(worlds) -> None:
     for _, _, said in worlds(2).run(documented_loop, True):
         assert "loaders of sequence ranks [0]" in said
+
+
+def a_loader_that_raises() -> str:
+    mpu = deepspeed.UlyssesSPAttentionHF.register_with_transformers("", "sdpa", 2)
+    assert mpu is not None
+    rank = mpu.get_sequence_parallel_rank()
+
+    def rows() -> Iterator[dict[str, Tensor]]:
+        yield rows_of(rank)
+        if rank == 1:
+            raise ValueError("a damaged line")
+        yield rows_of(rank)
+
+    taken = 0
+    try:
+        for _ in deepspeed.UlyssesSPDataLoaderAdapter(rows(), rank, mpu.get_sequence_parallel_group(), 2):
+            taken += 1
+    except (ValueError, IntegrationError) as error:
+        return f"{taken}: {error}"
+    return "went on"
+
+
+def test_a_loader_that_raises_is_named_on_all_ranks(worlds) -> None:
+    others, its_own = worlds(2).run(a_loader_that_raises)
+    assert its_own == "2: a damaged line"
+    assert others.startswith("2: IG874") and "rank 1: ValueError: a damaged line" in others
 
 
 @pytest.mark.parametrize("script", ["deepspeed_5664.py", "deepspeed_5248.py", "deepspeed_1902.py"])

@@ -127,6 +127,9 @@ IG808: a model cut into stages cannot be called: its stages run in the order of 
   expected: engine.train_step({batch}, micro_batches=k), or engine.evaluate
 IG867: {name} has no optimizer's state of isograd beside it
   expected: a checkpoint that was saved with this strategy, with its folder
+IG874: a loader raised, and every rank of its sequence group stops
+  expected: loaders that raise on no rank
+  fix:      see the error of the rank that is named
 IG900: {folder} holds no tokens
   expected: a folder with manifest.json, as isograd data build makes it
 IG901: {path} is not a manifest that this version reads
@@ -217,6 +220,13 @@ IG939: {name} was written by a newer isograd
 IG940: the ranks together did not write every element once
   expected: every row of every tensor from one rank
   fix:      is the optimizer's state the same on all ranks? Otherwise please report this
+IG942: a {kind} has no form that Hugging Face knows
+  expected: isograd's Transformer, or a model of transformers
+  fix:      keeper.save writes safetensors of any model; their tensors have its own names
+IG943: {target} exists already
+  expected: a new folder, or an empty one
+IG944: no tokenizer in {tokenizer}
+  expected: tokenizer.json, or its kin
 IG945: what was written is not what is read back: {path}
   expected: the same bytes
   fix:      look at the disk and the memory of this machine; nothing got its name, and nothing was removed

@@ -21,7 +21,7 @@ from isograd.comm import raw
 from isograd.comm.raw import Group
 from isograd.comm.transport import group_of_torch, is_of_torch
 from isograd.core.mesh import Mesh
-from isograd.errors import IntegrationError
+from isograd.errors import IntegrationError, headline
 from isograd.integrations.world import mesh_for
 from isograd.sequence import ulysses
 
@@ -144,34 +144,46 @@ class UlyssesSPDataLoaderAdapter:
     def __iter__(self) -> Iterator[_Rows]:
         own, group = iter(self.dl), _group(self.sp_group)
         while True:
-            of_all = _of_all(next(own, None), group)
-            if any(batch is None for batch in of_all):
-                ended = [rank for rank, batch in enumerate(of_all) if batch is None]
-                if len(ended) < len(of_all):
-                    _refuse(f"loaders of sequence ranks {ended} that ended before the others", "as many batches each")
+            of_all = _of_all(own, group)
+            ended = [rank for rank, batch in enumerate(of_all) if batch is None]
+            if len(ended) == len(of_all):
                 return
+            if ended:
+                _refuse(f"loaders of sequence ranks {ended} that ended before the others", "as many batches each")
             for batch in filter(None, of_all):
                 yield _Rows({name: value.to(self.device) for name, value in batch.items()})
 
 
-def _of_all(batch: Mapping[str, Tensor] | None, group: Group) -> list[dict[str, Tensor] | None]:
-    """The batch of every rank of a group; None of one whose loader has ended."""
-    found = {} if batch is None else dict(batch)
-    if odd := [name for name, value in found.items() if not isinstance(value, Tensor)]:
-        _refuse(f"a batch whose {odd} are no tensors", "tensors alone")
-    about = [[name, str(value.dtype)[6:], list(value.shape)] for name, value in found.items()]
-    head = torch.frombuffer(bytearray(json.dumps(None if batch is None else about).encode()), dtype=torch.uint8)
+def _of_all(own: Iterator[Mapping[str, Tensor]], group: Group) -> list[dict[str, Tensor] | None]:
+    """The next batch of every rank of a group; None of one whose loader has ended. What one raises, all learn."""
+    found, raised = dict[str, Tensor](), None
+    about: Any = None
+    try:
+        if (batch := next(own, None)) is not None:
+            found = dict(batch)
+            if odd := [name for name, value in found.items() if not isinstance(value, Tensor)]:
+                _refuse(f"a batch whose {odd} are no tensors", "tensors alone")
+            about = [[name, str(value.dtype)[6:], list(value.shape)] for name, value in found.items()]
+    except Exception as error:
+        found, about, raised = {}, headline(error), error
+    head = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
     rows = [value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for value in found.values()]
     flat = torch.cat([head, *rows]).to(raw.device())
     sizes = raw.gather_list(torch.tensor([len(head), len(flat)], device=flat.device), group)
     padded = torch.cat([flat, flat.new_zeros(int(max(size[1] for size in sizes)) - len(flat))])
-    return [_batch(one.cpu(), int(size[0])) for one, size in zip(raw.gather_list(padded, group), sizes, strict=True)]
+    of_all = [_batch(one.cpu(), int(size[0])) for one, size in zip(raw.gather_list(padded, group), sizes, strict=True)]
+    if raised is not None:
+        raise raised
+    if failed := [f"rank {group.ranks[member]}: {said}" for member, said in enumerate(of_all) if isinstance(said, str)]:
+        raise IntegrationError("IG874", seen="; ".join(failed))
+    return [batch for batch in of_all if not isinstance(batch, str)]
 
 
-def _batch(flat: Tensor, head: int) -> dict[str, Tensor] | None:
-    about = json.loads(bytes(flat[:head].numpy()))
-    if about is None:
-        return None
+def _batch(flat: Tensor, head: int) -> dict[str, Tensor] | str | None:
+    """A batch, what a loader raised, or None."""
+    about: Any = json.loads(bytes(flat[:head].numpy()))
+    if about is None or isinstance(about, str):
+        return about
     found = {}
     for name, kind, shape in about:
         dtype = getattr(torch, kind)
