@@ -359,6 +359,13 @@ def test_a_step_is_right_or_refused_wherever_an_exception_comes(first: int) -> N
     assert sum(reached) > 10
 
 
+def test_a_rank_that_skips_an_evaluation_and_trains_is_found_at_its_first_gather() -> None:
+    """At ZeRO 3 with a ring: its forwards passed for those of the evaluation, and all ranks waited for ever."""
+    layout, entering = "dp2 cp2 ring zero3", "between"
+    last = points_of(layout)[1][entering, "call"] - 3  # `evaluate` is entered and left, then `save`
+    assert one((layout, 1, (entering, "call", last), RuntimeError, "nothing"), _threads)
+
+
 def main(count: int, first: int = 0, only: str = "") -> None:
     """`only`: "threads" or "gloo"; left out, every tenth case is on gloo."""
     torch.set_num_threads(1)

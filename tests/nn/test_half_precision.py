@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import isograd as ig
 from isograd.models import Transformer, TransformerConfig
-from isograd.nn import use_fp32_sums
+from isograd.nn import ExpertOptions, use_fp32_sums
 from isograd.nn.embedding import lookup
 
 BOUND = 0.05  # 0.003 to 0.03 are found: activations are rounded, too. Sums in bf16 are off by 0.16 to 0.8
@@ -23,6 +23,7 @@ MODELS = {
         qkv_bias=True, out_bias=True, mlp_bias=True,
     ),
     "tied": TransformerConfig(**COMMON, tied=True),
+    "experts": TransformerConfig(**COMMON, experts=ExpertOptions(number=4, per_token=2, width=8, balance="none")),
 }  # fmt: skip
 LAYOUTS = {"1": 1, "dp2": 2, "dp2 zero3": 2, "tp2": 2, "cp2 ring": 2, "pp2": 2}
 

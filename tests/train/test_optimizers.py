@@ -141,6 +141,43 @@ def test_schedule_free_is_evaluated_at_its_average_also_where_masters_have_memor
         assert all(torch.equal(average[name], runs[0][0][name]) for name in average)
 
 
+class Averaging(torch.optim.SGD):
+    """A stand-in for a schedule-free optimizer: it notes what it is told."""
+
+    mode = "train"
+
+    def eval(self) -> None:
+        self.mode = "eval"
+
+    def train(self) -> None:
+        self.mode = "train"
+
+
+def interrupted_evaluation(raises: type[Exception]) -> tuple[str, str]:
+    """(the optimizer's mode, what the next step says) after an exception inside `averaged`."""
+    from isograd.engine.ema import averaged
+
+    mesh, model = Mesh(f"dp{raw.world()[1]} zero1"), toys.Toy()
+    engine = Engine(model, mesh, lambda ps: Averaging(ps, lr=0.1), elementwise=True)
+    with pytest.raises(raises), averaged(engine):
+        raise EngineError("IG555", does="evaluate", found=[0]) if raises is EngineError else raises
+    engine.backward(toys.loss_of(model, *toys.micro_batch(0, 2)), weight=7)
+    try:
+        engine.step()
+    except EngineError as error:
+        return engine.optimizer.mode, error.code  # type: ignore[attr-defined]
+    return engine.optimizer.mode, "stepped"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("ranks", "raises", "said"), [
+    (1, ValueError, "stepped"), (2, EngineError, "stepped"), (2, ValueError, "IG559"),
+])  # fmt: skip
+def test_an_exception_in_an_evaluation_leaves_no_averaged_weights(
+    worlds, ranks: int, raises: type[Exception], said: str
+) -> None:
+    assert worlds(ranks).run(interrupted_evaluation, raises) == [("train", said)] * ranks
+
+
 def experts_by_adafactor() -> str:
     from ..engine import folded
 

@@ -83,9 +83,9 @@ def verdict_of(rows: Tensor, places: list[Tensor], clip: float | None, loss_scal
     weights are added up, and groups of ranks that have equal losses and weights, and equal inputs."""
     squares, weights, losses, digests, wrong = rows.unbind(1)
     data, tp, same_inputs = places
-    weight = tree_sum(weights.index_select(0, data).unbind())
+    weight = tree_sum(weights.index_select(0, data))
     scale = 1.0 / (weight * loss_scale)
-    grad_norm = tree_sum(squares.unbind()).sqrt() * scale
+    grad_norm = tree_sum(squares).sqrt() * scale
     factor = scale if clip is None else scale * (clip / (grad_norm + 1e-6)).clamp(max=1.0)
     right = grad_norm.isfinite() & (weight > 0) & (factor > SCALES[0]) & (factor < SCALES[1])
     right = right & (weights >= 0).all() & weights.isfinite().all() & (wrong == 0).all()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from isograd.engine.muon import members
+from isograd.errors import IsogradError
 
 if TYPE_CHECKING:
     from isograd.engine.engine import Engine
@@ -57,15 +58,23 @@ def averaged(engine: Engine) -> Iterator[None]:
     """Inside, the model has the weights that a schedule-free optimizer has averaged; under others nothing changes. All
     ranks enter and leave."""
     switch(engine, "eval")
-    yield
+    try:
+        yield
+    except BaseException as error:  # the other ranks may be elsewhere, but for errors that all of them raise
+        alike = isinstance(error, IsogradError) and not engine.mesh.group("world").closed
+        switch(engine, "train", spread=alike or engine.mesh.size("world") == 1)
+        raise
     switch(engine, "train")
 
 
 @torch.no_grad()
-def switch(engine: Engine, mode: Literal["eval", "train"]) -> None:
-    """The same for good: "eval", the average; "train", where the next gradient is taken. All ranks call it."""
+def switch(engine: Engine, mode: Literal["eval", "train"], spread: bool = True) -> None:
+    """The same for good: "eval", the average; "train", where the next gradient is taken. All ranks call it; without
+    `spread` one may do so alone, and no step is taken until a checkpoint is loaded."""
     switches = [getattr(one, mode) for one in members(engine.optimizer) if hasattr(one, "eval")]
     for each in switches:
         each()
-    if switches:
+    if switches and spread:
         engine._sharded_optimizer.moved(engine.step_state.reducer)
+    elif switches:
+        engine.step_state.mark_inconsistent("an exception left the averaged weights in the model")

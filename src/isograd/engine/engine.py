@@ -305,6 +305,7 @@ class Engine:
     def evaluate(self, batch: Any, micro_batches: int | None = None) -> Evaluation:
         """The mean loss of all data ranks' batches, under any layout; train or eval mode is the caller's choice."""
         micros = batches.micro_batches(batch, micro_batches)
+        self._check_lockstep("begins an evaluation")  # its forwards would pass for those of a step
         with self._inputs.evaluating():
             results = self.pipeline.evaluate(micros) if self.pipeline else [batches.call(self.model, m) for m in micros]
             mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))

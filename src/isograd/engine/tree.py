@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 Pieces = list[Tensor]
@@ -42,8 +43,14 @@ def _added(a: Pieces, b: Pieces) -> Pieces:
     return [tree_sum(pair) for pair in zip(a, b, strict=True)]
 
 
-def tree_sum(values: Sequence[Tensor]) -> Tensor:
-    """((0 + 1) + (2 + 3)) + ...: the same bits for any power-of-two split into ranks and micro-batches."""
+def tree_sum(values: Sequence[Tensor] | Tensor) -> Tensor:
+    """((0 + 1) + (2 + 3)) + ...: the same bits for any power-of-two split into ranks and micro-batches.
+    The rows of one tensor are added a level at a time: two launches, however many rows."""
+    if isinstance(values, Tensor):
+        while len(values) > 1:
+            even = len(values) // 2 * 2
+            values = torch.cat((values[:even:2] + values[1:even:2], values[even:]))
+        return values[0]
     level = list(values)
     while len(level) > 1:
         pairs = [level[i] + level[i + 1] for i in range(0, len(level) - 1, 2)]

@@ -237,6 +237,13 @@ IG939: {name} was written by a newer isograd
 IG940: the ranks together did not write every element once
   expected: every row of every tensor from one rank
   fix:      is the optimizer's state the same on all ranks? Otherwise please report this
+IG942: a {kind} has no form that Hugging Face knows
+  expected: isograd's Transformer, or a model of transformers
+  fix:      keeper.save writes safetensors of any model; their tensors have its own names
+IG943: {target} exists already
+  expected: a new folder, or an empty one
+IG944: no tokenizer in {tokenizer}
+  expected: tokenizer.json, or its kin
 IG945: what was written is not what is read back: {path}
   expected: the same bytes
   fix:      look at the disk and the memory of this machine; nothing got its name, and nothing was removed

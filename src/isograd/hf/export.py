@@ -242,13 +242,7 @@ def _cast(theirs: ExportedTensor, dtype: str) -> ExportedTensor:
 
 def _described(found: dict[str, Any] | None, kind: str) -> dict[str, Any]:
     if found is None:
-        raise CheckpointError(
-            "IG942",
-            f"a {kind} has no form that Hugging Face knows",
-            seen="neither isograd's Transformer nor a model of transformers",
-            expected="one of those",
-            fix="keeper.save writes safetensors of any model; their tensors have its own names",
-        )
+        raise CheckpointError("IG942", kind=kind)
     return found
 
 
@@ -263,16 +257,10 @@ def draft_of(target: Path) -> Path:
 def open_new(target: Path, tokenizer: str | Path | None) -> None:
     """Make the draft of a folder, which must not be there yet."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(
-            "IG943",
-            f"{target} exists already",
-            seen="a file" if target.is_file() else f"{len(list(target.iterdir()))} entries",
-            expected="a new folder, or an empty one",
-        )
+        seen = "a file" if target.is_file() else f"{len(list(target.iterdir()))} entries"
+        raise CheckpointError("IG943", seen=seen, target=target)
     if tokenizer is not None and not any((Path(tokenizer) / name).is_file() for name in COPIED[:9]):
-        raise CheckpointError(
-            "IG944", f"no tokenizer in {tokenizer}", seen=_names(Path(tokenizer)), expected="tokenizer.json, or its kin"
-        )
+        raise CheckpointError("IG944", seen=_names(Path(tokenizer)), tokenizer=tokenizer)
     shutil.rmtree(draft_of(target), ignore_errors=True)
     draft_of(target).mkdir(parents=True)
 
