@@ -84,7 +84,7 @@ class EngineGRPOTrainerMixin(EngineTrainerMixin):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self._whole():
+        with self._full_parameters():
             return super()._generate_and_score_completions(inputs)
 
 
