@@ -178,6 +178,8 @@ class Config(Section):
             raise _contradiction("adapter trains a model by transformers' code", "adapter", "model.code")
         if self.data is None:
             raise _contradiction(f"{named} has data, no pairs", "adapter", "model.code", "pairs")
+        packed = self.adapter is not None and self.adapter.base_bits
+        dora = self.adapter is not None and self.adapter.dora
         for wrong, what, field in (
             (model.path is None, "a Hugging Face folder (model.path)", "model.path"),
             (bool(model.options), "no model.options: edit a copy of the folder's config.json", "model.options"),
@@ -186,7 +188,8 @@ class Config(Section):
             (model.compile and layout.world_size > layout.dp, "model.compile under dp and zero", "model.compile"),
             (self.optimizer.name == "muon", "any optimizer.name but muon", "optimizer.name"),
             (self.task == "preference" and layout.pp > 1, "task preference without pp", "layout"),
-            (self.adapter is not None and self.adapter.dora and layout.tp > 1, "dora without tp", "adapter.dora"),
+            (packed and (dora or layout.tp > 1), "adapter.base_bits without dora and tp", "adapter.base_bits"),
+            (dora and layout.tp > 1, "dora without tp", "adapter.dora"),
         ):
             if wrong:
                 raise _contradiction(f"{named} takes {what}", "adapter", "model.code", field)

@@ -48,7 +48,7 @@ def opened(config: Config, mesh: Mesh) -> Any:
     model, prefers = config.model, config.task == "preference"
     made: Any = hf.load(
         model.path if model.weights else library, mesh, adapter=_lora(config), dtype=DTYPES[model.dtype],
-        seed=model.seed, logits=prefers,
+        seed=model.seed, logits=prefers, base_bits=None if config.adapter is None else config.adapter.base_bits,
     )  # fmt: skip
     if model.recompute:
         made.gradient_checkpointing_enable({"use_reentrant": False})
@@ -120,6 +120,7 @@ class Counted:
     vocab: int
     parameters: int
     trained: int
+    adapted: int  # the frozen ones under adapters
     flops: float  # of a token, forward and backward, without attention
     layers: int
     hidden: int
@@ -137,6 +138,7 @@ def counted(config: Config) -> Counted:
     text = text_of(library)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adapted = sum(p.numel() for name, p in model.named_parameters() if name.endswith(".base_layer.weight"))
     looked_up, head = model.get_input_embeddings(), model.get_output_embeddings()
     met = cost_of_token(model, text)
     if looked_up is not None and (head is None or head.weight is not looked_up.weight):
@@ -147,6 +149,7 @@ def counted(config: Config) -> Counted:
         vocab=int(text.vocab_size),
         parameters=parameters,
         trained=trained,
+        adapted=adapted,
         flops=4 * (met - adapters) + 6 * adapters if adapters else 6 * met,
         layers=int(getattr(text, "num_hidden_layers", 0) or 0),
         hidden=hidden,
@@ -160,8 +163,10 @@ def flops_per_token(found: Counted, length: int) -> float:
 
 
 def identity(config: Config) -> str:
-    """A hash of what makes the same weights another model: the folder's config."""
+    """A hash of what makes the same weights another model: the folder's config, and in how many bits they are kept."""
     values = config_of(config.model.path, Mesh.unbound("dp1")).to_dict()
+    if config.adapter is not None and config.adapter.base_bits:
+        values["base_bits"] = config.adapter.base_bits
     return sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 

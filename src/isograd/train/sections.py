@@ -77,6 +77,9 @@ class Adapter(Section):
     dropout: Share = Field(default=0.0, description="of what enters them; it draws per rank, and is refused under tp")
     rslora: bool = Field(default=False, description="alpha / sqrt(rank) in place of alpha / rank, for high ranks")
     dora: bool = Field(default=False, description="the length of each row is trained by itself (DoRA); not under tp")
+    base_bits: Literal[4, 8] | None = Field(
+        default=None, description="of the frozen weights under the adapters (QLoRA); null: model.dtype; not under tp"
+    )
     targets: Literal["all-linear"] | list[str] = Field(
         default="all-linear",
         description="names of the layers, for example [q_proj, v_proj]; all-linear: all but the head",
