@@ -61,7 +61,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_725,
+    "isograd, lines": 51_763,
     "isograd-verify, lines": 17_699,
     "comm + engine, lines": 9_262,
     "arrows between packages": 132,

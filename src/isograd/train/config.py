@@ -168,8 +168,15 @@ class Config(Section):
 
     def _fits_code(self) -> None:
         """What transformers' own code does not have belongs to isograd's decoder."""
+        attention, named = self.model.attn_implementation, "model.attn_implementation"
         if not self.by_transformers:
+            if attention is not None:
+                raise _contradiction(f"{named} belongs to transformers' code", named, "model.code")
             return
+        # Its kernel keeps documents apart by their positions in batches of one row alone.
+        if attention == "flash_attention_2" and (self.task != "language" or self.packing != "stream"):
+            text = "flash_attention_2 takes task language with data.packing stream; sdpa takes every task and packing"
+            raise _contradiction(text, named, "data.packing")
         from isograd.core.layout import Layout
 
         model, layout = self.model, Layout.parse(self.layout)
@@ -186,6 +193,7 @@ class Config(Section):
             (model.recompute in ("offload", "selective"), "model.recompute true or false", "model.recompute"),
             (model.recompute and layout.world_size > layout.dp, "model.recompute under dp and zero", "model.recompute"),
             (model.compile and layout.world_size > layout.dp, "model.compile under dp and zero", "model.compile"),
+            (attention is not None and layout.cp > 1, "no model.attn_implementation under cp", "layout"),
             (self.optimizer.name == "muon", "any optimizer.name but muon", "optimizer.name"),
             (self.task == "preference" and layout.pp > 1, "task preference without pp", "layout"),
             (packed and (dora or layout.tp > 1), "adapter.base_bits without dora and tp", "adapter.base_bits"),

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ def opened(config: Config, mesh: Mesh) -> Any:
         model.path if model.weights else library, mesh, adapter=_lora(config), dtype=DTYPES[model.dtype],
         seed=model.seed, logits=prefers, base_bits=None if config.adapter is None else config.adapter.base_bits,
     )  # fmt: skip
+    if model.attn_implementation is not None:
+        run_or_raise_on_all_ranks(lambda: _set_attention(made, config, mesh), mesh, ModelError, not_loaded)
     if model.recompute:
         made.gradient_checkpointing_enable({"use_reentrant": False})
     if model.compile:
@@ -59,6 +62,28 @@ def opened(config: Config, mesh: Mesh) -> Any:
     if prefers:
         made.pair_loss = PreferenceLoss(config.preference or Preference(), mesh)
     return made
+
+
+def _set_attention(model: Any, config: Config, mesh: Mesh) -> None:
+    """Nothing is fetched: without its package transformers would look for a kernel on the hub."""
+    wanted, seen = str(config.model.attn_implementation), ""
+    if wanted == "flash_attention_2" and (mesh.device.type != "cuda" or find_spec("flash_attn") is None):
+        seen = (
+            f"device {mesh.device.type}, package flash_attn " + ("is" if find_spec("flash_attn") else "not") + " there"
+        )
+    else:
+        model.set_attn_implementation(wanted)
+        if model.config._attn_implementation != wanted:  # the library only warns
+            seen = f"{type(model).__name__}, whose attention is {model.config._attn_implementation} and stays so"
+    if seen:
+        raise ModelError(
+            "IG479",
+            f"attention cannot be computed by {wanted}",
+            seen=seen,
+            expected="a class that lets its attention be chosen; for flash_attention_2 also CUDA and flash-attn",
+            fix="--model.attn_implementation sdpa",
+            where=mesh.describe_rank(),
+        )
 
 
 def _blocks(model: Any, library: Any) -> Iterable[nn.Module]:

@@ -54,6 +54,11 @@ class Model(Section):
         "offload: true, with the blocks' inputs in the host's memory",
     )
 
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = Field(
+        default=None,
+        description="of transformers' code, by its own word; null: the class's choice, sdpa for most; not under cp; "
+        "flash_attention_2 for task language with data.packing stream, on CUDA",
+    )
     compile: bool = Field(
         default=False, description="torch.compile of each block; the first step takes the minutes that compiling takes"
     )
