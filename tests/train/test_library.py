@@ -21,7 +21,7 @@ from isograd.data import Mixture, builtin_chats
 from isograd.errors import IsogradError, LaunchError
 from isograd.hf.force_fp64 import ForceFP64
 from isograd.hf.training_rows import positions, refuse_packing
-from isograd.train import journal, loop, preference, texts
+from isograd.train import journal, library, loop, preference, texts
 from isograd.train.config import Config
 from isograd.train.loop import RunOptions
 from isograd.train.optimizers import LearningRateSchedule
@@ -365,6 +365,34 @@ def test_compiled_layers_of_transformers_train_as_eager_ones_do(worlds, tmp_path
     whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     assert list(_blocks(whole, whole.config)) == list(whole.model.layers)  # what is compiled
     assert found[1] == pytest.approx(found[0], rel=1e-5) and len(found[0]) == STEPS + 1
+
+
+@pytest.mark.medium
+def test_attention_is_computed_as_the_config_says_with_the_gradients_of_any_other(worlds, tmp_path: Path) -> None:
+    base(tmp_path)
+    model = {"path": str(tmp_path / "base"), "dtype": "fp64", "attn_implementation": "eager"}
+    config = config_of(tmp_path / "run", "chat", model=model)
+    config.folder.mkdir()
+    texts.prepare(config)
+    from isograd.hf import export_adapters
+
+    job = make_task(config, Mesh("dp1"), lambda _: None)
+    assert job.engine.model.config._attn_implementation == "eager"
+    export_adapters(job.engine, tmp_path / "start")
+    truth, whole = expected(config, tmp_path / "start")
+    assert whole.get_base_model().config._attn_implementation == "sdpa"
+    layouts = ["dp2 zero3", "tp2 sp"]
+    configs = [config.model_copy(update={"layout": layout}) for layout in layouts]
+    for each in worlds(2).run(under, configs, timeout=280):
+        for (steps, _), layout in zip(each, layouts, strict=True):
+            is_equal(steps, truth, layout)
+    text = {"sources": [{"builtin": "stdlib"}], "length": 16, "packing": "stream"}
+    flash = {"model": {**model, "attn_implementation": "flash_attention_2"}}
+    with pytest.raises(IsogradError, match=r"IG479[\s\S]*--model\.attn_implementation sdpa"):
+        library.opened(config_of(tmp_path / "flash", "language", data=text, **flash), Mesh("dp1"))
+    for changes in (flash, {"model": model, "layout": "cp2"}, {"model": {**model, "code": "isograd"}, "adapter": None}):
+        with pytest.raises(ValueError, match=r"attn_implementation|flash_attention_2 takes"):
+            config_of(tmp_path / "other", "chat", **changes)
 
 
 def test_positions_begin_again_with_each_document() -> None:

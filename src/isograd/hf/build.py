@@ -24,6 +24,7 @@ from isograd.hf.dependency_probe import probe_dependencies, tiny_model
 from isograd.hf.fused_head_loss import FusedHeadLoss, may_join, refuse_logits
 from isograd.hf.initial_values import Folder, Present, Random, Source, give_starts
 from isograd.hf.losses import CAUSAL, library_of, refuse_cut_sequences, refuse_other_parts
+from isograd.hf.quantized import pack_base
 from isograd.hf.sequence_parallel import refuse_sequences
 from isograd.hf.stages import cut_into_stages
 from isograd.hf.tensor_parallel import cut
@@ -41,6 +42,7 @@ def build(
     seed: int = 0,
     noise: float = 0.0,
     logits: bool = False,
+    base_bits: int | None = None,
 ) -> Any:
     """The model of a config on this mesh, with values from a folder or random ones; nothing is proven."""
     model, loss = empty(config, dtype, mesh)
@@ -53,11 +55,21 @@ def build(
     if adapter is not None:
         insert(model, adapter, dtype, mesh)
         starts = AdapterValues(values, model, adapter, seed, noise)
-    place(model, loss, mesh, starts, logits=logits, fill=mesh.layout.zero != 3)
+    fill = mesh.layout.zero != 3 or base_bits is not None
+    place(model, loss, mesh, starts, logits=logits, fill=fill, base_bits=base_bits)
     return model
 
 
-def place(model: Any, loss: str, mesh: Mesh, source: Source, *, logits: bool = False, fill: bool = True) -> None:
+def place(
+    model: Any,
+    loss: str,
+    mesh: Mesh,
+    source: Source,
+    *,
+    logits: bool = False,
+    fill: bool = True,
+    base_bits: int | None = None,
+) -> None:
     """Cut a model whose parameters are on the meta device, and give each rank its values from the source; without
     `fill`, the Engine reads them."""
     library, config = type(model), model.config
@@ -70,7 +82,7 @@ def place(model: Any, loss: str, mesh: Mesh, source: Source, *, logits: bool = F
     if mesh.size("pp") > 1:
         cut_into_stages(model, mesh, probe_dependencies(library, config, loss), loss)
     if fill:
-        _fill(model, mesh, source)
+        _fill(model, mesh, source, base_bits)
     else:
         give_starts(model, source)
     for module in model.modules():
@@ -108,12 +120,14 @@ def empty(config: Any, dtype: torch.dtype, mesh: Mesh) -> tuple[Any, str]:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, mesh: Mesh, source: Source) -> None:
-    """Give each parameter the values of this rank's box."""
+def _fill(model: nn.Module, mesh: Mesh, source: Source, base_bits: int | None) -> None:
+    """Give each parameter the values of this rank's box; what lies under adapters is packed at once."""
     for name, parameter in list(model.named_parameters()):
         contract = contract_of(parameter)
         box = [(0, size) for size in parameter.shape] if contract is None else list(contract.local(mesh))
         become(parameter, source(name, box, mesh.device).to(parameter.dtype))
+        if base_bits is not None and name.endswith(".base_layer.weight"):
+            pack_base(model, name, base_bits, mesh)
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ from isograd.engine import Engine, state
 from isograd.errors import CheckpointError, IsogradError
 from isograd.hf.configs import model_type_of, to_hf_config
 from isograd.hf.families import rules
+from isograd.hf.quantized import unpack
 from isograd.io.atomic import flush_folder, write_bytes
 from isograd.io.no_follow import not_there
 from isograd.io.store import Place
@@ -60,12 +61,16 @@ class ExportedTensor:
     entry: TensorEntry
     # (our key, the part of theirs that it is, which of our experts it is: None for all of our tensor)
     sources: tuple[tuple[str, Callable[[Tensor], Tensor], int | None], ...]
-    scale: float | None = None  # of a weight with an adapter: its sources are the weight, A, B, and DoRA's magnitudes
+    # Of a weight with an adapter, whose sources are the weight, or its packed form and scales, A, B, DoRA's magnitudes.
+    scale: float | None = None
 
     def made(self, ours: Iterator[Tensor]) -> Tensor:
         """The tensor of the folder, from our tensors in the order of `sources`."""
         if self.scale is not None:
-            weight, a, b, *magnitude = (next(ours) for _ in self.sources)
+            parts = [next(ours) for _ in self.sources]
+            if parts[0].dtype in (torch.uint8, torch.int8):
+                parts[:2] = [unpack(parts[0], parts[1], torch.Size(self.entry.shape)).to(parts[2].dtype)]
+            weight, a, b, *magnitude = parts
             wide = torch.promote_types(weight.dtype, torch.float32)
             merged = weight.to(wide) + self.scale * (b.to(wide) @ a.to(wide))
             for each in magnitude:  # DoRA: rows have the length that was learned
@@ -214,11 +219,15 @@ def _as_it_is(ours: Mapping[str, TensorEntry], scales: Mapping[str, float], dora
     found = []
     for key, entry in ours.items():
         name = key.partition("/")[2]
-        if not key.startswith(("model/", "buffer/")) or ".lora_" in name:
+        if not key.startswith(("model/", "buffer/")) or ".lora_" in name or name.endswith(".base_layer.scales"):
             continue
-        layer = name.removesuffix(".base_layer.weight")
+        layer = name.removesuffix(".base_layer.weight").removesuffix(".base_layer.packed")
         keys = [key] if layer == name else [key, *adapter_keys(layer, dora)]
         made = TensorEntry(name.replace(".base_layer.", "."), entry.dtype, entry.shape)
+        if name.endswith(".packed") and layer != name:  # 4 or 8 bits, which get their scales and are made whole
+            a, b = (ours[each] for each in keys[1:])
+            made = TensorEntry(f"{layer}.weight", a.dtype, (b.shape[0], a.shape[1]))
+            keys.insert(1, f"buffer/{layer}.base_layer.scales")
         found.append(ExportedTensor(made, tuple((each, lambda t: t, None) for each in keys), scales.get(layer)))
     return found
 

@@ -24,6 +24,7 @@ from isograd.hf import proof
 from isograd.hf.build import build, cut_in_place, empty
 from isograd.hf.context_parallel import attach_attention
 from isograd.hf.losses import library_of
+from isograd.hf.quantized import refuse_bits
 from isograd.hf.stages import refuse_shared_keys
 from isograd.io.no_follow import not_there
 from isograd.io.safetensors_reader import SafetensorsReader
@@ -39,6 +40,7 @@ def load(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     logits: bool = False,
+    base_bits: int | None = None,
 ) -> nn.Module:
     """A language model of transformers on this mesh; all ranks call it.
 
@@ -46,15 +48,18 @@ def load(
     equal under every layout. prove: first train a small copy for one step, and refuse the model if a gradient is not
     one device's. adapter: a peft.LoraConfig, whose adapters are trained in the place of the model. dtype: of the
     parameters; left out, the config's. seed: of random weights. logits: under tp, gather them in training steps, too,
-    where most models otherwise compute the loss from cut ones.
+    where most models otherwise compute the loss from cut ones. base_bits: 4 or 8, of the weights under adapters.
     """
+    refuse_bits(base_bits, adapter, mesh)
     config = run_or_raise_on_all_ranks(lambda: config_of(source, mesh), mesh, ModelError, not_loaded)
     refuse_shared_keys(config, mesh)
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if prove:
-        _prove(config, mesh, adapter)
+        _prove(config, mesh, adapter, base_bits)
     folder = Path(source) if isinstance(source, str | Path) else None
-    make = partial(build, config, mesh, dtype, folder=folder, seed=seed, adapter=adapter, logits=logits)
+    make = partial(
+        build, config, mesh, dtype, folder=folder, seed=seed, adapter=adapter, logits=logits, base_bits=base_bits
+    )
     model: nn.Module = run_or_raise_on_all_ranks(make, mesh, ModelError, not_loaded)
     _refuse_saving(model, mesh)
     return model
@@ -102,14 +107,14 @@ def attach(model: Model, mesh: Mesh, *, prove: bool = True, logits: bool = False
             where=mesh.describe_rank(),
         )
     if prove:
-        _prove(config, mesh, None)
+        _prove(config, mesh)
     run_or_raise_on_all_ranks(lambda: cut_in_place(model, loss, mesh, logits), mesh, ModelError, not_loaded)
     _refuse_saving(model, mesh)
     return model
 
 
-def _prove(config: Any, mesh: Mesh, adapter: Any) -> None:
-    proven = proof.prove(config, mesh, adapter)
+def _prove(config: Any, mesh: Mesh, adapter: Any = None, base_bits: int | None = None) -> None:
+    proven = proof.prove(config, mesh, adapter, base_bits)
     if mesh.rank == 0:
         print(f"isograd: {proven}", file=sys.stderr)
 
@@ -179,8 +184,8 @@ def config_of(source: Any, mesh: Mesh) -> Any:
             "IG462",
             "quantised weights are not trained",
             seen=f"quantization_config {quantised}",
-            expected="weights in float32, bfloat16 or float16, with adapters (LoRA) or without; QLoRA is not supported",
-            fix="the folder of the model before it was quantised; load(..., adapter=peft.LoraConfig()) for LoRA",
+            expected="weights in float32, bfloat16 or float16, with adapters (LoRA) or without",
+            fix="the folder of the model before it was quantised; load(..., adapter=..., base_bits=4) is QLoRA",
             where=mesh.describe_rank(),
         )
     if not hasattr(config, "model_type"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -62,12 +62,12 @@ class Proof:
         )
 
 
-def prove(config: Any, mesh: Mesh, adapter: Any = None) -> Proof:
+def prove(config: Any, mesh: Mesh, adapter: Any = None, base_bits: int | None = None) -> Proof:
     """Prove the class of a config under this layout; all ranks call it, and all refuse a model that fails.
 
-    adapter: a peft.LoraConfig; then the gradients are those of the adapters.
+    adapter: a peft.LoraConfig; then the gradients are those of the adapters, over weights of so many bits.
     """
-    proof = compare(config, mesh, adapter)
+    proof = compare(config, mesh, adapter, base_bits)
     if proof.wrong:
         listed = [f"{name} ({error:.1e})" for name, error in list(proof.wrong.items())[:8]]
         raise ModelError(
@@ -81,7 +81,7 @@ def prove(config: Any, mesh: Mesh, adapter: Any = None) -> Proof:
     return proof
 
 
-def compare(config: Any, mesh: Mesh, adapter: Any = None) -> Proof:
+def compare(config: Any, mesh: Mesh, adapter: Any = None, base_bits: int | None = None) -> Proof:
     """The errors of every gradient, whatever they are."""
     refuse_shared_keys(config, mesh)
     began = time.perf_counter()
@@ -93,10 +93,11 @@ def compare(config: Any, mesh: Mesh, adapter: Any = None) -> Proof:
     for part in (tiny, *parts_of(tiny).values()):
         part._experts_implementation = "eager"  # the class's own; grouped products of matrices have no fp64
     _, loss = library_of(config, mesh.describe_rank())
+    built = partial(_built, tiny, adapter=smaller(adapter), base_bits=base_bits)
     with _undisturbed():
-        model = _tried("cannot be cut", lambda: _built(tiny, mesh, smaller(adapter)), mesh)
+        model = _tried("cannot be cut", lambda: built(mesh), mesh)
         held = share_held(model, mesh)
-        truth = _tried("does not run on one device", lambda: _one_device(tiny, mesh, smaller(adapter), loss), mesh)
+        truth = _tried("does not run on one device", lambda: _one_device(built, mesh, loss), mesh)
         step = partial(_under_layout, model, mesh, loss)
         found = _tried("does not run under the layout", step, mesh, steps=True)
     floor = FLOOR * float(torch.stack([g.norm() for g in truth.values()]).norm())
@@ -138,16 +139,16 @@ def _batch(data_rank: int, number: int, loss: str) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": labels}
 
 
-def _built(config: Any, mesh: Mesh, adapter: Any) -> Any:
+def _built(config: Any, mesh: Mesh, adapter: Any, base_bits: int | None) -> Any:
     """Also in fp64 where a class makes a parameter in fp32."""
     with ForceFP64():
-        return build(config, mesh, torch.float64, adapter=adapter, noise=NOISE)
+        return build(config, mesh, torch.float64, adapter=adapter, noise=NOISE, base_bits=base_bits)
 
 
-def _one_device(config: Any, mesh: Mesh, adapter: Any, loss: str) -> dict[str, Tensor]:
+def _one_device(built: Callable[[Mesh], Any], mesh: Mesh, loss: str) -> dict[str, Tensor]:
     alone = Mesh.unbound("1")
     alone.device = mesh.device
-    model = _built(config, alone, adapter)
+    model = built(alone)
     batches = [_batch(rank, n, loss) for rank in range(mesh.size("dp")) for n in range(MICROS)]
     parts = [shard(batch, alone, loss) for batch in batches]
     total = sum(int(part.weight) for part in parts)

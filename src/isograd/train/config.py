@@ -168,8 +168,15 @@ class Config(Section):
 
     def _fits_code(self) -> None:
         """What transformers' own code does not have belongs to isograd's decoder."""
+        attention, named = self.model.attn_implementation, "model.attn_implementation"
         if not self.by_transformers:
+            if attention is not None:
+                raise _contradiction(f"{named} belongs to transformers' code", named, "model.code")
             return
+        # Its kernel keeps documents apart by their positions in batches of one row alone.
+        if attention == "flash_attention_2" and (self.task != "language" or self.packing != "stream"):
+            text = "flash_attention_2 takes task language with data.packing stream; sdpa takes every task and packing"
+            raise _contradiction(text, named, "data.packing")
         from isograd.core.layout import Layout
 
         model, layout = self.model, Layout.parse(self.layout)
@@ -178,15 +185,19 @@ class Config(Section):
             raise _contradiction("adapter trains a model by transformers' code", "adapter", "model.code")
         if self.data is None:
             raise _contradiction(f"{named} has data, no pairs", "adapter", "model.code", "pairs")
+        packed = self.adapter is not None and self.adapter.base_bits
+        dora = self.adapter is not None and self.adapter.dora
         for wrong, what, field in (
             (model.path is None, "a Hugging Face folder (model.path)", "model.path"),
             (bool(model.options), "no model.options: edit a copy of the folder's config.json", "model.options"),
             (model.recompute in ("offload", "selective"), "model.recompute true or false", "model.recompute"),
             (model.recompute and layout.world_size > layout.dp, "model.recompute under dp and zero", "model.recompute"),
             (model.compile and layout.world_size > layout.dp, "model.compile under dp and zero", "model.compile"),
+            (attention is not None and layout.cp > 1, "no model.attn_implementation under cp", "layout"),
             (self.optimizer.name == "muon", "any optimizer.name but muon", "optimizer.name"),
             (self.task == "preference" and layout.pp > 1, "task preference without pp", "layout"),
-            (self.adapter is not None and self.adapter.dora and layout.tp > 1, "dora without tp", "adapter.dora"),
+            (packed and (dora or layout.tp > 1), "adapter.base_bits without dora and tp", "adapter.base_bits"),
+            (dora and layout.tp > 1, "dora without tp", "adapter.dora"),
         ):
             if wrong:
                 raise _contradiction(f"{named} takes {what}", "adapter", "model.code", field)

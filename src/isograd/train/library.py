@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -48,8 +49,10 @@ def opened(config: Config, mesh: Mesh) -> Any:
     model, prefers = config.model, config.task == "preference"
     made: Any = hf.load(
         model.path if model.weights else library, mesh, adapter=_lora(config), dtype=DTYPES[model.dtype],
-        seed=model.seed, logits=prefers,
+        seed=model.seed, logits=prefers, base_bits=None if config.adapter is None else config.adapter.base_bits,
     )  # fmt: skip
+    if model.attn_implementation is not None:
+        run_or_raise_on_all_ranks(lambda: _set_attention(made, config, mesh), mesh, ModelError, not_loaded)
     if model.recompute:
         made.gradient_checkpointing_enable({"use_reentrant": False})
     if model.compile:
@@ -59,6 +62,28 @@ def opened(config: Config, mesh: Mesh) -> Any:
     if prefers:
         made.pair_loss = PreferenceLoss(config.preference or Preference(), mesh)
     return made
+
+
+def _set_attention(model: Any, config: Config, mesh: Mesh) -> None:
+    """Nothing is fetched: without its package transformers would look for a kernel on the hub."""
+    wanted, seen = str(config.model.attn_implementation), ""
+    if wanted == "flash_attention_2" and (mesh.device.type != "cuda" or find_spec("flash_attn") is None):
+        seen = (
+            f"device {mesh.device.type}, package flash_attn " + ("is" if find_spec("flash_attn") else "not") + " there"
+        )
+    else:
+        model.set_attn_implementation(wanted)
+        if model.config._attn_implementation != wanted:  # the library only warns
+            seen = f"{type(model).__name__}, whose attention is {model.config._attn_implementation} and stays so"
+    if seen:
+        raise ModelError(
+            "IG479",
+            f"attention cannot be computed by {wanted}",
+            seen=seen,
+            expected="a class that lets its attention be chosen; for flash_attention_2 also CUDA and flash-attn",
+            fix="--model.attn_implementation sdpa",
+            where=mesh.describe_rank(),
+        )
 
 
 def _blocks(model: Any, library: Any) -> Iterable[nn.Module]:
@@ -120,6 +145,7 @@ class Counted:
     vocab: int
     parameters: int
     trained: int
+    adapted: int  # the frozen ones under adapters
     flops: float  # of a token, forward and backward, without attention
     layers: int
     hidden: int
@@ -137,6 +163,7 @@ def counted(config: Config) -> Counted:
     text = text_of(library)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adapted = sum(p.numel() for name, p in model.named_parameters() if name.endswith(".base_layer.weight"))
     looked_up, head = model.get_input_embeddings(), model.get_output_embeddings()
     met = cost_of_token(model, text)
     if looked_up is not None and (head is None or head.weight is not looked_up.weight):
@@ -147,6 +174,7 @@ def counted(config: Config) -> Counted:
         vocab=int(text.vocab_size),
         parameters=parameters,
         trained=trained,
+        adapted=adapted,
         flops=4 * (met - adapters) + 6 * adapters if adapters else 6 * met,
         layers=int(getattr(text, "num_hidden_layers", 0) or 0),
         hidden=hidden,
@@ -160,8 +188,10 @@ def flops_per_token(found: Counted, length: int) -> float:
 
 
 def identity(config: Config) -> str:
-    """A hash of what makes the same weights another model: the folder's config."""
+    """A hash of what makes the same weights another model: the folder's config, and in how many bits they are kept."""
     values = config_of(config.model.path, Mesh.unbound("dp1")).to_dict()
+    if config.adapter is not None and config.adapter.base_bits:
+        values["base_bits"] = config.adapter.base_bits
     return sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 

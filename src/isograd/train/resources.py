@@ -24,6 +24,7 @@ import torch
 
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
+from isograd.hf.quantized import BYTES
 from isograd.io.safetensors_reader import SafetensorsReader
 from isograd.models import Transformer
 from isograd.plan.memory import Memory, of_stage, states
@@ -162,7 +163,9 @@ def _library(config: Config, layout: Layout) -> Forecast:
     found = counted(config)
     size, owners = DTYPES[config.model.dtype].itemsize, layout.dp * layout.cp
     cut, blocks = layout.tp * layout.pp, max(1, found.layers)
-    trained, frozen = found.trained / cut, (found.parameters - found.trained) / cut
+    bits = config.adapter.base_bits if config.adapter is not None else None
+    packed = found.adapted if bits else 0
+    trained, frozen = found.trained / cut, (found.parameters - found.trained - packed) / cut
     gathered = 3 * trained / blocks  # a block, the next one, and what is in no block
     kept = states(layout, size, config.micro_batches, trained, trained / owners, gathered, 0, ema=bool(config.ema))
     fixed = frozen / owners + 3 * frozen / blocks if layout.zero == 3 else frozen
@@ -173,7 +176,7 @@ def _library(config: Config, layout: Layout) -> Forecast:
     block = tokens * (12 * found.hidden + 3 * found.mlp) * size / layout.tp
     logits = tokens * found.vocab * (size + 8) / (1 if config.task == "preference" else layout.tp)
     saved = flight * blocks_here * block + logits
-    stage = Memory(kept[0] + fixed * size, kept[1], kept[2], saved)
+    stage = Memory(kept[0] + fixed * size + packed / cut * BYTES[bits or 8], kept[1], kept[2], saved)
     return Forecast([stage] * layout.pp, found.parameters, found.trained)
 
 

@@ -54,6 +54,11 @@ class Model(Section):
         "offload: true, with the blocks' inputs in the host's memory",
     )
 
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] | None = Field(
+        default=None,
+        description="of transformers' code, by its own word; null: the class's choice, sdpa for most; not under cp; "
+        "flash_attention_2 for task language with data.packing stream, on CUDA",
+    )
     compile: bool = Field(
         default=False, description="torch.compile of each block; the first step takes the minutes that compiling takes"
     )
@@ -77,6 +82,9 @@ class Adapter(Section):
     dropout: Share = Field(default=0.0, description="of what enters them; it draws per rank, and is refused under tp")
     rslora: bool = Field(default=False, description="alpha / sqrt(rank) in place of alpha / rank, for high ranks")
     dora: bool = Field(default=False, description="the length of each row is trained by itself (DoRA); not under tp")
+    base_bits: Literal[4, 8] | None = Field(
+        default=None, description="of the frozen weights under the adapters (QLoRA); null: model.dtype; not under tp"
+    )
     targets: Literal["all-linear"] | list[str] = Field(
         default="all-linear",
         description="names of the layers, for example [q_proj, v_proj]; all-linear: all but the head",
