@@ -124,6 +124,22 @@ struct Device {
              op + " on the host, while a copy that nobody has waited for may still run", one.site, site);
   }
 
+  // A copy from the host reads memory in which copies to the host still arrive: bytes are there for those that its
+  // stream comes after. `shown` false: the copy has read them, and the host must not.
+  void card_reads_host(char* low, char* high, int stream, bool shown, int site) {
+    for (auto& one : host_accesses) {
+      if (one.arriving.empty() || high <= one.low || one.high <= low) continue;
+      if (one.stream != stream && at(clock(stream), one.stream) < one.tick) {
+        if (shown) find("race", "a copy to the host writes on stream " + std::to_string(one.stream) + ", a copy from it "
+                        "reads on stream " + std::to_string(stream) + "; no event is between them", one.site, site);
+      } else if (shown) {
+        memcpy(one.low, one.arriving.data(), one.arriving.size());
+      } else {
+        memset(one.low, 0xff, one.arriving.size());
+      }
+    }
+  }
+
   void forget_host(char* low, char* high) {
     std::erase_if(host_accesses, [&](auto& one) { return low < one.high && one.low < high; });
   }

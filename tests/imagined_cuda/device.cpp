@@ -437,10 +437,20 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   c10::DeviceGuard guard(card.device());
   Call call;
   auto to = call.host(self), from = call.host(source);
+  auto reading = [&](bool shown) {
+    if (source.is_cuda() || !source.has_storage() || !source.numel() || device().host_accesses.empty()) return;
+    auto [first, last] = reach(source);
+    char* data = static_cast<char*>(source.storage().mutable_data());
+    int where = site();
+    Lock hold(device().mutex);
+    device().card_reads_host(data + first, data + last, stream_now(card.device().index()), shown, where);
+  };
+  reading(true);
   {
     c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::CUDA);
     at::native::copy_(to, from, non_blocking);
   }
+  reading(false);
   launch("aten::copy_", card.device().index(), {source}, {self});
   if (self.is_cuda() && source.is_cuda()) return self;
   bool arrives = !self.is_cuda();

@@ -225,6 +225,18 @@ def pinned_memory_is_refilled_while_it_is_copied(faulty: bool) -> None:
     host.fill_(2)
 
 
+@program("race", "a copy to the host writes", ("host.copy_(x, non_blocking=True)", 'host.to("cuda"'))
+def pinned_memory_is_fetched_on_a_stream_that_its_copy_is_not_before(faulty: bool) -> None:
+    side, x, host = torch.cuda.Stream(), ones(), torch.empty(1000, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    if not faulty:
+        side.wait_stream(current())
+    with torch.cuda.stream(side):
+        y = host.to("cuda", non_blocking=True) * 2
+    side.synchronize()
+    assert faulty or y.sum().item() == 2000
+
+
 # -- NCCL --------------------------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,11 @@ def test_recomputed_blocks_give_the_gradients_of_one_device(layout: str, how: bo
     of_one_device(layout, results_of(layout, "default" if "zero" in layout else "own", False, how))
 
 
+@pytest.mark.parametrize(("layout", "stream"), [("dp2", "default"), ("dp2 zero3", "own")])
+def test_inputs_of_blocks_that_are_kept_on_the_host_give_the_gradients_of_one_device(layout: str, stream: str) -> None:
+    of_one_device(layout, results_of(layout, stream, False, "offload"))
+
+
 @pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero3"])
 def test_masters_that_are_offloaded_lie_and_step_in_the_hosts_memory(layout: str) -> None:
     of_one_device(layout, results_of(layout, "default", True))
