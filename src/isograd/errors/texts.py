@@ -237,7 +237,7 @@ IG939: {name} was written by a newer isograd
 IG940: the ranks together did not write every element once
   expected: every row of every tensor from one rank
   fix:      is the optimizer's state the same on all ranks? Otherwise please report this
-IG942: a {kind} has no form that Hugging Face knows
+IG942: a {kind} has no form that is known there
   expected: isograd's Transformer, or a model of transformers
   fix:      keeper.save writes safetensors of any model; their tensors have its own names
 IG943: {target} exists already

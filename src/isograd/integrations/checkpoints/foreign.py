@@ -294,7 +294,7 @@ def _refuse_family(source: ForeignCheckpoint, config: TransformerConfig, known: 
     family = model_type_of(config)
     if family not in known:
         raise CheckpointError(
-            "IG942", f"the names that {source.kind} gives to a {family} are not known", seen=family,
+            "IG942", kind=family, seen=f"a checkpoint of {source.kind}",
             expected=", ".join(known), fix="save it under transformers' names, with the trainer's own converter",
         )  # fmt: skip
 
