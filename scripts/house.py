@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_585,
+    "isograd, lines": 51_387,
     "isograd-verify, lines": 17_906,
-    "comm + engine, lines": 9_262,
+    "comm + engine, lines": 9_225,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

@@ -138,7 +138,7 @@ def cuts_model(mesh: Mesh) -> bool:
     return mesh.size("tp") * mesh.size("ep") * mesh.size("pp") > 1
 
 
-def cut_whole_model(model: nn.Module, mesh: Mesh) -> WeakIdKeyDictionary:
+def cut_whole_model(model: nn.Module, mesh: Mesh, *, prove: bool = True) -> WeakIdKeyDictionary:
     """Under tp, ep and pp each rank gets its part of a whole model. Returns {parameter before: after}, with None
     after one that is in another stage."""
     contracts = [contract_of(parameter) for parameter in model.parameters()]
@@ -146,7 +146,7 @@ def cut_whole_model(model: nn.Module, mesh: Mesh) -> WeakIdKeyDictionary:
     cut |= {"pp"} if hasattr(model, "chunks") else set()
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     if any(mesh.size(axis) > 1 and axis not in cut for axis in ("tp", "ep", "pp")):
-        attach(model, mesh)
+        attach(model, mesh, prove=prove)
     after = dict(model.named_parameters(remove_duplicate=False))
     return WeakIdKeyDictionary({p: after.get(name) for name, p in before.items() if after.get(name) is not p})
 
@@ -162,7 +162,7 @@ def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, A
     """What a Trainer refuses under cp, tp and pp, and whether it is so: what shifts labels again, and more."""
     args, mesh = trainer.args, trainer.mesh
     loss = next((kind for kind in classes if "compute_loss" in vars(kind)), object)
-    own = not loss.__module__.startswith("transformers.")
+    own = not loss.__module__.startswith("transformers.") and not trainer.shares_log_probs
     found = {
         "model_init: give the model": trainer.model_init,
         "compute_loss_func: set model.loss_function, which gets shift_labels": trainer.compute_loss_func,
@@ -170,6 +170,7 @@ def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, A
         "label_smoothing_factor, which shifts labels: set it to 0": args.label_smoothing_factor,
         "compute_metrics: evaluate without it, or in a Trainer of dp alone": trainer.compute_metrics,
         "dispatch_batches: set it to False in accelerator_config": trainer.accelerator.dispatch_batches,
+        "precompute_ref_log_probs: set it to False": getattr(args, "precompute_ref_log_probs", False),
     }
     if mesh.size("pp") > 1:
         routed = bool(getattr(trainer.model.config, "output_router_logits", False))

@@ -38,6 +38,7 @@ from isograd.errors import EngineError, IntegrationError
 from isograd.hf import attach, shard
 from isograd.hf.export import export_hf
 from isograd.hf.losses import KEYS
+from isograd.integrations.log_probs import has_loss_of_log_probs, share_log_probs
 from isograd.integrations.optimizer import EngineOptimizer, on_shards
 from isograd.integrations.shared_rows import (
     cut_whole_model,
@@ -52,8 +53,6 @@ from isograd.integrations.world import layout_of_parallelism, mesh_for, refuse, 
 
 FOLDER = "isograd"  # of the engine's state, inside the Trainer's folder of a checkpoint
 STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
-
-
 _Base: Any = object
 
 
@@ -91,6 +90,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             self.accelerator.prepare_data_loader = self._prepare_data_loader
         if self.mesh.size("cp") > 1 and not hasattr(self.model, "_isograd_attached"):  # ig.hf.load has attached its own
             attach(self.model, self.mesh)
+        if self.shares_log_probs:
+            share_log_probs(self, self.mesh)
         self._micros: list[Any] = []  # of the step under way
         self._waiting: list[Any] = []  # those of them that a pipeline has not run yet
         self._weight: float | Tensor = 0.0  # of the micro-batch under way
@@ -109,6 +110,11 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     def _shares_rows(self) -> bool:
         """Whether several ranks work on the same rows: those of a cp, tp or pp group."""
         return self.mesh.size("cp") * self.mesh.size("tp") * self.mesh.size("pp") > 1
+
+    @property
+    def shares_log_probs(self) -> bool:
+        """Whether the ranks that share rows all compute TRL's loss of whole ones."""
+        return self._shares_rows and self.mesh.size("pp") == 1 and has_loss_of_log_probs(type(self))
 
     @property
     def engine(self) -> Engine:
@@ -269,7 +275,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any) -> Any:
         """The Trainer's. Of cut sequences: the loss is the mean over the labels of all parts, and logits are of all."""
-        if not self._shares_rows:
+        if not self._shares_rows or self.shares_log_probs:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         inputs = self._prepare_inputs(inputs)
         if self.mesh.size("pp") > 1:
@@ -304,7 +310,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             return self._training_step_of_stages(inputs)
         self._router_losses = []
         self._routed_tokens = routed_in(inputs) if isinstance(inputs, Mapping) else 0
-        cuts = self._shares_rows
+        logs = self.shares_log_probs
+        cuts = self._shares_rows and not logs
         if cuts:
             part = shard(self._prepare_inputs(inputs), self.mesh)
             inputs, self._weight = part.inputs, part.weight
@@ -313,7 +320,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             self._weight = self.loss_weight(inputs)
         if num_items_in_batch is not None and not cuts:
             # Of GPT-2 and others the Trainer counts each row's first label, too, and divides by that count.
-            own = None if self._computes_loss else self._get_num_items_in_batch([inputs], self.args.device)
+            own = None if self._computes_loss or logs else self._get_num_items_in_batch([inputs], self.args.device)
             self._weight = num_items_in_batch = self._weight if own is None else own
         self.current_gradient_accumulation_steps = 1  # TRL divides its balance loss by it
         self._weighs = True

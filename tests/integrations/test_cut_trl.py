@@ -1,0 +1,152 @@
+"""TRL's SFTTrainer and DPOTrainer under cp and tp: gradients by name, in fp64, those of plain torch on one device.
+
+Answers are of very different lengths, the last tokens do not divide, and a step has one or three micro-batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import isograd as ig
+from isograd.comm import raw
+from isograd.hf.force_fp64 import ForceFP64
+
+from . import test_cut_sequences as cut
+from .worlds import as_torchrun_starts_it
+
+pytest.importorskip("trl")
+PROMPT, PAIRS, BETA = 3, 2, 0.3
+
+
+class ForceFP64InBackward(TorchDispatchMode):
+    """TRL's backward adds up in fp32 (5e-7 on one device, too), and ForceFP64 does not reach into a backward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{n: torch.float64 if v is torch.float32 else v for n, v in (kwargs or {}).items()})
+
+
+def answer(number: int) -> list[int]:
+    return [3 + (7 * number + 5 * place) % (cut.VOCAB - 3) for place in range(1 + number * number % 6)]
+
+
+def rows(kind: str, steps: int) -> Any:
+    """Tokens, so that nothing is prepared: a DPO micro-batch has two pairs, an SFT one a row."""
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    numbers = range(steps * (PAIRS if kind == "DPO" else 1))
+    prompts = [[4 + row, 5, 6 + row] for row in numbers]
+    if kind == "DPO":
+        made = [
+            {"prompt_ids": prompts[row], "chosen_ids": answer(row + 1), "rejected_ids": answer(row + 3)}
+            for row in numbers
+        ]
+    else:
+        made = [{"input_ids": p + answer(p[0]), "labels": [-100] * PROMPT + answer(p[0])} for p in prompts]
+    return Dataset(InMemoryTable.from_pylist(made), fingerprint=kind)  # without one it pickles the table
+
+
+def reference() -> Any:
+    model = cut.model()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+@lru_cache
+def one_device(kind: str, steps: int) -> dict[str, Tensor]:
+    """Row by row, without padding: the mean over all answers' tokens, or -log sigmoid of each pair's margin."""
+    policy, before = cut.model(), reference()
+
+    def log_probs(model: Any, prompt: list[int], said: list[int]) -> Tensor:
+        logits = model(torch.tensor([prompt + said]), use_cache=False).logits[0, PROMPT - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, torch.tensor(said)[:, None]).sum()
+
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    with ForceFP64():
+        for row in rows(kind, steps):
+            if kind == "SFT":
+                said = row["input_ids"][PROMPT:]
+                total, count = total - log_probs(policy, row["input_ids"][:PROMPT], said), count + len(said)
+                continue
+            ratios = []
+            for name in ("chosen_ids", "rejected_ids"):
+                with torch.no_grad():
+                    apart = log_probs(before, row["prompt_ids"], row[name])
+                ratios.append(log_probs(policy, row["prompt_ids"], row[name]) - apart)
+            total, count = total - F.logsigmoid(BETA * (ratios[0] - ratios[1])), count + 1
+        (total / count).backward()
+    return {name: p.grad.clone() for name, p in policy.named_parameters()} | {"loss": (total / count).detach()}
+
+
+def trained(kind: str, layout: str, accumulation: int) -> dict[str, Any]:
+    """One step of TRL's own loop: gradients by name, as a callback sees them, and the loss that it logs."""
+    import trl
+    from transformers import TrainerCallback
+
+    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as folder:
+        prepared = {"_prepare_dataset": lambda self, given, *_, **__: given}
+        made = ig.integrations.trainer(type(f"Own{kind}Trainer", (getattr(trl, f"{kind}Trainer"),), prepared), layout)
+        options: dict[str, Any] = {"max_steps": 1, "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0}
+        options |= {"per_device_train_batch_size": PAIRS if kind == "DPO" else 1, "logging_steps": 1, "seed": 1}
+        options |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
+        options |= {"save_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False}
+        options |= {"beta": BETA} if kind == "DPO" else {}
+        seen: dict[str, Any] = {}
+
+        class Looks(TrainerCallback):  # type: ignore[misc]
+            def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+                seen.update({name: g.clone() for name, g in found.engine.grads().items()})
+
+        data = raw.world()[1] // 2
+        given = cut.model()
+        more = {"ref_model": copy.deepcopy(reference())} if kind == "DPO" else {}
+        found = made(
+            given, args=getattr(trl, f"{kind}Config")(folder, **options), train_dataset=rows(kind, data * accumulation),
+            processing_class=tokenizer(), callbacks=[Looks()], **more,
+        )  # fmt: skip
+        with ForceFP64(), ForceFP64InBackward():
+            found.train()
+        return seen | {"loss": torch.tensor(found.state.log_history[0]["loss"])}
+
+
+def tokenizer() -> Any:
+    from .test_trl import tokenizer
+
+    return tokenizer()
+
+
+def same(found: dict[str, Any], kind: str, steps: int) -> None:
+    for name, true in one_device(kind, steps).items():
+        error = (found[name].double() - true).abs().max() / true.abs().max()
+        assert float(error) < (1e-4 if name == "loss" else 1e-9), (name, float(error))  # the Trainer logs fp32
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize(
+    ("ranks", "layout", "accumulation"),
+    [
+        (2, "cp2 ulysses zero1", 3),
+        (2, "cp2 ring zero3", 1),
+        (2, "tp2", 1),
+        (2, "tp2 sp zero3", 3),
+        pytest.param(4, "dp2 cp2 ring zero2", 3, marks=pytest.mark.slow),
+        pytest.param(4, "dp2 tp2 sp zero2", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_trls_loops_have_the_gradients_of_one_device(
+    worlds, kind: str, ranks: int, layout: str, accumulation: int
+) -> None:
+    for found in worlds(ranks).run(trained, kind, layout, accumulation):
+        same(found, kind, ranks // 2 * accumulation)
