@@ -31,6 +31,7 @@ def rank_main(job: Any, rank: int) -> None:
     size: dict[str, Any] = {"WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks, "RANK": rank, "LOCAL_RANK": rank}
     size |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": job.port}
     os.environ.update({name: str(value) for name, value in size.items()}, GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)  # torch makes its pool anew after a fork, and two threads that ask first would both do it
     torch.cuda.set_device(rank)
     device.lib.set_lag(job.lag[rank] if isinstance(job.lag, (list, tuple)) else job.lag)
     nccl.at_most(job.seconds)

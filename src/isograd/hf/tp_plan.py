@@ -126,15 +126,14 @@ def without_split_ties(model: nn.Module, plan: dict[str, str], mesh: Mesh) -> di
         styles = {name: plan.get(name, plan.get(home)) for name, home in homes.items()}
         if len({None if style is None else CUTS.get(style) for style in styles.values()}) == 1:
             continue
-        open_ones = [f"{name}: {style}" for name, style in styles.items() if style in CUTS and style not in CLOSED]
+        open_ones = [name for name, style in styles.items() if style in CUTS and style not in CLOSED]
         if open_ones:
+            said = ", ".join(f"{name}: {style or 'whole'}" for name, style in styles.items())
             raise ModelError(
-                "IG464",
-                "modules that share a parameter cut it differently",
-                seen=", ".join(f"{name}: {style or 'whole'}" for name, style in styles.items()),
+                "IG464", seen=f"modules that share a parameter cut it differently: {said}",
                 expected="one way to cut it, or a style that takes and gives whole tensors",
-                where=mesh.describe_rank(),
-            )
+                where=mesh.describe_rank(), style=styles[open_ones[0]], name=open_ones[0],
+            )  # fmt: skip
         for name, home in homes.items():
             plan.pop(name, None)
             plan.pop(home, None)
