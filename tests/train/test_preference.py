@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from isograd import verify
+from isograd.checkpoint import CheckpointManager
 from isograd.core.mesh import Mesh
 from isograd.data import builtin_chats, preferences
 from isograd.engine import Engine
 from isograd.errors import IsogradError
+from isograd.generate.writer import hugging_folder
+from isograd.hf import export
 from isograd.losses import naive
 from isograd.models import TransformerConfig
 from isograd.prove import Case
@@ -35,6 +39,7 @@ OPTIONS = {
     "simpo": Preference(loss="simpo", margin=0.6),
     "orpo": Preference(loss="orpo", beta=0.4),
     "kto": Preference(loss="kto", weights=(1.0, 1.5)),
+    "reward": Preference(loss="reward"),
 }
 PLAIN = Preference(loss="dpo")
 
@@ -54,12 +59,15 @@ def uneven(pairs: int = 5, width: int = 13, vocab: int = 31) -> dict[str, Tensor
 
 
 def model(mesh: Mesh, loss: str) -> PreferenceTransformer:
-    config = TransformerConfig(**{"vocab": 31, **MODEL})
+    config = TransformerConfig(**{"vocab": 31, "score": loss == "reward", **MODEL})
     return PreferenceTransformer(config, mesh, OPTIONS[loss], dtype=torch.float64)
 
 
 def batch_of(loss: str) -> dict[str, Tensor]:
     batch = uneven()
+    if loss == "reward":  # the token that ends an answer is in its row
+        more = {"tokens": 5, "labels": -100}
+        batch |= {name: F.pad(batch[name], (0, 1), value=value) for name, value in more.items()}
     return batch | ({"baseline": torch.full((len(batch["tokens"]),), 0.3)} if loss == "kto" else {})
 
 
@@ -74,6 +82,12 @@ def expected(made: PreferenceTransformer, loss: str, batch: dict[str, Tensor]) -
     options, found, answers = OPTIONS[loss], [], []
     for pair in range(len(batch["tokens"]) - 1):
         logits = made(batch["tokens"][pair])
+        if loss == "reward":
+            ends = [int((row != -100).nonzero()[-1]) + 1 for row in batch["labels"][pair]]
+            chosen, rejected = (logits[a, end, 0] for a, end in enumerate(ends))
+            found.append(-torch.log(torch.sigmoid(chosen - rejected)))
+            answers.append(torch.zeros(1, dtype=torch.float64))
+            continue
         chosen, rejected = (plain(logits[a], batch["labels"][pair, a]) for a in (0, 1))
         ref = batch["reference"][pair].unbind()
         beta = options.strength
@@ -119,7 +133,12 @@ def case(mesh: Mesh, loss: str) -> Case:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "layouts"),
-    [("dpo", ["dp2 zero3", "tp2 sp", "cp2 ring", "cp2 ulysses", "pp2"]), ("orpo", ["cp2 ring"]), ("kto", ["pp2"])],
+    [
+        ("dpo", ["dp2 zero3", "tp2 sp", "cp2 ring", "cp2 ulysses", "pp2"]),
+        ("orpo", ["cp2 ring"]),
+        ("kto", ["pp2"]),
+        ("reward", ["dp2 zero3", "tp2 sp", "cp2 ring", "cp2 ulysses", "pp2"]),
+    ],
 )
 def test_layouts_have_the_gradients_of_one_device(loss: str, layouts: list[str]) -> None:
     report = verify(partial(case, loss=loss), layouts)
@@ -180,6 +199,45 @@ def test_a_run_has_the_same_losses_under_every_layout_and_resumes(worlds, tmp_pa
     assert worlds(2).run(loop.run, cut.model_copy(update={"layout": "tp2"}), QUIET)[0].code == 0
     assert (cut.folder / "references").read_bytes() == kept
     assert numbers(cut.folder) == pytest.approx(truth, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.medium
+def test_a_reward_model_trains_alike_under_every_layout_resumes_and_scores_in_transformers(
+    worlds, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    pairs(tmp_path)
+    options = {"preference": {"loss": "reward"}, "batch": 2, "micro_batches": 1}
+    one = config_of(tmp_path / "one", **options)
+    assert loop.run(one, QUIET).code == 0
+    truth = numbers(one.folder)
+    assert len(truth) == 6 and truth[2] < truth[0] and len(set(truth)) > 4
+    for layout in ("tp2 sp", "cp2 ring", "pp2"):
+        there = config_of(tmp_path / layout.replace(" ", "-"), layout=layout, **options)
+        assert worlds(2).run(loop.run, there, QUIET)[0].code == 0
+        assert numbers(there.folder) == pytest.approx(truth, rel=1e-9, abs=1e-12), layout
+    cut = config_of(tmp_path / "cut", layout="dp2 zero2", **options)
+    assert worlds(2).run(loop.run, cut, RunOptions(show="none", signals=(), until=2))[0].code == 75
+    assert worlds(2).run(loop.run, cut.model_copy(update={"layout": "tp2"}), QUIET)[0].code == 0
+    assert numbers(cut.folder) == pytest.approx(truth, rel=1e-9, abs=1e-12)
+
+    folder = export.convert(cut.checkpoints, tmp_path / "out", tokenizer=tmp_path / "tokenizer")
+    theirs = AutoModelForSequenceClassification.from_pretrained(str(folder), dtype=torch.float64)
+    texts.prepare(one)
+    data = texts.pairs(one)
+    row = data.rows(data.held[:1], range(1), range(2))
+    ends = (row["labels"][0] != -100).long().cumsum(1).argmax(1) + 1
+    found = [theirs(input_ids=row["tokens"][0, a, None, : end + 1]).logits.item() for a, end in enumerate(ends)]
+    job = PreferenceTask(one.model_copy(update={"run": str(cut.folder)}), Mesh("dp1"), lambda _: None)
+    keeper = CheckpointManager(cut.checkpoints, job.engine)
+    assert keeper.load("auto") is not None
+    job.model.eval()
+    ours = job.model(row["tokens"][0])[torch.arange(2), ends, 0]
+    assert found == pytest.approx(ours.tolist(), rel=1e-6)
+    for place in (folder, cut.folder):
+        with pytest.raises(IsogradError, match=r"IG645[\s\S]*ForSequenceClassification"):
+            hugging_folder(place, str(tmp_path / "tokenizer")).__enter__()
 
 
 def test_references_are_made_again_for_another_model_and_where_the_file_is_damaged(tmp_path: Path) -> None:
@@ -330,6 +388,7 @@ def test_pairs_that_are_too_long_are_left_out_and_pairs_of_a_prompt_are_held_out
     [
         {"preference": {"loss": "ipo", "smoothing": 0.1}}, {"preference": {"margin": 2.0}},
         {"task": "chat", "preference": {}}, {"preference": {"loss": "orpo", "weights": [1, 2]}},
+        {"preference": {"loss": "reward", "beta": 0.1}},
     ],
 )  # fmt: skip
 def test_options_of_another_loss_or_task_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -443,6 +443,20 @@ def test_a_program_that_never_steps_is_told_so(tmp_path) -> None:
     assert subject.facts["gradients"] == "7 by name"
 
 
+def test_a_write_into_a_tensor_without_elements_is_no_step_of_a_parameter_without_elements(tmp_path) -> None:
+    """As on a rank that has none of the rows of a parameter cut by tp: both have the address 0."""
+
+    def program() -> None:
+        model = nn.Linear(4, 3).double()
+        model.register_parameter("cut", nn.Parameter(torch.zeros(0, 4, dtype=torch.float64)))
+        (model(torch.ones(2, 4, dtype=torch.float64)).sum() + model.cut.sum()).backward()
+        assert model.cut.grad is not None
+        torch.zeros(0, 4).copy_(torch.zeros(0, 4))
+
+    _, (said,) = verdict_and_sentences(watch(tmp_path, program))
+    assert said == "no optimizer stepped: gradients were checked as the last backward left them"
+
+
 @pytest.mark.parametrize("parameters", [False, True])
 def test_gradients_are_written_before_activations_use_up_the_limit(tmp_path, parameters) -> None:
     """The limit is what gradients and parameters before and after need, where they are kept, and one small output."""

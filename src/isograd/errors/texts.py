@@ -96,7 +96,7 @@ IG641: pairs train a Hugging Face encoder
 IG644: no page can be served on port {port} of this computer
   expected: a free port
   fix:      leave --port out: a free one is found
-IG645: {place} is neither a run, nor a checkpoint, nor a Hugging Face folder
+IG645: {place} is no run, checkpoint or Hugging Face folder that can write
   expected: a folder with checkpoints, with manifest.json, or with config.json and *.safetensors
 IG646: the tokenizer of a model was not found
   expected: a folder with a tokenizer.json

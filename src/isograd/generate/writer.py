@@ -149,6 +149,7 @@ def hugging_folder(place: str | Path, tokenizer: str | None) -> Iterator[tuple[P
     """A Hugging Face folder of a place, and its tokenizer: 'bytes' or a folder. A checkpoint's lasts while inside."""
     from isograd.hf.export import convert
     from isograd.io import hub, tempdir
+    from isograd.io.untrusted import CONFIG, read_json
 
     place = Path(hub.local(str(place)))
     checkpoint = None if (place / "config.json").is_file() else _checkpoint_of(place)
@@ -156,7 +157,14 @@ def hugging_folder(place: str | Path, tokenizer: str | None) -> Iterator[tuple[P
     words_of(found)
     with tempfile.TemporaryDirectory(dir=tempdir.home()) as home:
         copied = found if Path(found, TOKENIZER).is_file() else None
-        yield (place if checkpoint is None else convert(checkpoint, Path(home, "model"), tokenizer=copied)), found
+        folder = place if checkpoint is None else convert(checkpoint, Path(home, "model"), tokenizer=copied)
+        named = dict(read_json(folder / "config.json", CONFIG, nan=True, follow=True)).get("architectures") or [""]
+        if str(named[0]).endswith("ForSequenceClassification"):
+            raise ConfigError(
+                "IG645", seen=f"a model that scores texts, and writes none: {named[0]}", place=place,
+                expected="a model that predicts the next token", fix="isograd ckpt convert, then transformers' class",
+            )  # fmt: skip
+        yield folder, found
 
 
 def words_of(tokenizer: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ ACTIVATIONS = {
 }
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 # Options that a config.json of the family does not keep, as they do not change what the trained model computes.
-NOT_KEPT = ("experts", "dropout", "pad_token")
+NOT_KEPT = ("experts", "dropout", "pad_token", "score")
 
 _NUMBERS = (int, float)
 _MAPPING = (dict, type(None))

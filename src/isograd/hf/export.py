@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -326,7 +327,10 @@ def _config(
 ) -> dict[str, Any]:
     if described["kind"] == "isograd":
         values = to_hf_config(TransformerConfig.from_dict(described["config"]))
-        values = {**dict.fromkeys(SPECIAL), **values, "architectures": [ARCHITECTURES[values["model_type"]]]}
+        named = ARCHITECTURES[values["model_type"]]
+        if described["config"].get("score"):
+            named, values["num_labels"] = re.sub("LMHeadModel|ForCausalLM", "ForSequenceClassification", named), 1
+        values = {**dict.fromkeys(SPECIAL), **values, "architectures": [named]}
     else:
         values = dict(described["config"])
     near = Path(str(tokenizer)) / "config.json"

@@ -64,14 +64,14 @@ def _third_of_heads(n: int, heads: int) -> View:
 
 def rules(config: TransformerConfig, model_type: str) -> list[Rule]:
     """How each parameter of ours is read from the tensors of a Hugging Face model of this type."""
-    return list({"gpt2": _gpt2, "gpt_neox": _neox}.get(model_type, _llama)(config))
+    ours, theirs = ("score", "score") if config.score else ("head", "lm_head")
+    head = [Rule(f"{ours}.weight", f"{theirs}.weight")] if config.score or not config.tied else []
+    return [*{"gpt2": _gpt2, "gpt_neox": _neox}.get(model_type, _llama)(config), *head]
 
 
 def _llama(config: TransformerConfig) -> Iterator[Rule]:
     yield Rule("embed.weight", "model.embed_tokens.weight")
     yield Rule("norm.weight", "model.norm.weight")
-    if not config.tied:
-        yield Rule("head.weight", "lm_head.weight")
     for i in range(config.layers):
         us, them = f"blocks.{i}.", f"model.layers.{i}."
         sparse = config.experts is not None and config.experts.in_layer(i)
@@ -106,8 +106,6 @@ def _gpt2(config: TransformerConfig) -> Iterator[Rule]:
     """Their linear weights are [inputs, outputs], and q, k, v are one tensor."""
     yield Rule("embed.weight", "transformer.wte.weight")
     yield Rule("positions.weight", "transformer.wpe.weight")
-    if not config.tied:
-        yield Rule("head.weight", "lm_head.weight")
     for leaf in ("weight", "bias"):
         yield Rule(f"norm.{leaf}", f"transformer.ln_f.{leaf}")
     for i in range(config.layers):
@@ -132,8 +130,6 @@ def _neox(config: TransformerConfig) -> Iterator[Rule]:
     """Their q, k, v are one tensor in which each head's three parts stand together: [heads, 3, d, hidden]."""
     heads = config.heads
     yield Rule("embed.weight", "gpt_neox.embed_in.weight")
-    if not config.tied:
-        yield Rule("head.weight", "lm_head.weight")
     for leaf in ("weight", "bias"):
         yield Rule(f"norm.{leaf}", f"gpt_neox.final_layer_norm.{leaf}")
     for i in range(config.layers):

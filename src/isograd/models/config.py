@@ -48,6 +48,7 @@ class TransformerConfig:
     parallel_residual: bool = False
     qk_norm: bool = False  # of each head
     tied: bool = False
+    score: bool = False  # the head gives one number for each token in place of logits: a reward model
     pad_token: int | None = None  # a token whose lookup gives the embedding no gradient
     sliding_window: int | None = None  # how many tokens each sees, itself included
     full_layers: tuple[int, ...] = ()  # layers without the window, counted from 0

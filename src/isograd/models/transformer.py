@@ -165,19 +165,14 @@ class Transformer(nn.Module):
         learned = config.positions == "learned"
         self.rotary = None if learned else Rotary(config.rotary_dims, config.rope_theta, config.rope_scaling)
         std = config.init_std
-        self.embed = self.positions = self.norm = self.head = None
-        if first or (last and config.tied):
-            tie = (f"pp:0+{layout.pp - 1}",) if config.tied and layout.pp > 1 else ()
+        self.embed = self.positions = self.norm = self.head = self.score = None
+        ties = config.tied and not config.score
+        if first or (last and ties):
+            tie = (f"pp:0+{layout.pp - 1}",) if ties and layout.pp > 1 else ()
             self.embed = VocabEmbedding(
-                config.vocab,
-                config.hidden,
-                mesh,
-                key=key.fold("embed"),
-                std=std,
-                partial_over=tie,
-                padding=config.pad_token,
-                **made,
-            )
+                config.vocab, config.hidden, mesh, key=key.fold("embed"), std=std, partial_over=tie,
+                padding=config.pad_token, **made,
+            )  # fmt: skip
         if first and learned:
             self.positions = LearnedPositions(
                 config.max_positions, config.hidden, mesh, key=key.fold("positions"), std=std, **made
@@ -188,11 +183,12 @@ class Transformer(nn.Module):
             self.blocks.add_module(str(number), block)  # the number it has on one device
         if last:
             self.norm = norm_of(config)(config.hidden, mesh, eps=config.norm_eps, **made)
-            tied = self.embed.weight if self.embed is not None and config.tied else None
-            self.head = Head(
-                config.vocab, config.hidden, mesh, key=key.fold("head"), std=std, tied=tied, ignore_index=ignore_index,
-                **made,
-            )  # fmt: skip
+            tied = self.embed.weight if self.embed is not None and ties else None
+            head = partial(Head, hidden=config.hidden, mesh=mesh, std=std, ignore_index=ignore_index, **made)
+            if config.score:
+                self.score = head(vocab=1, key=key.fold("score"))
+            else:
+                self.head = head(vocab=config.vocab, key=key.fold("head"), tied=tied)
 
     @property
     def recompute(self) -> bool | str:
@@ -303,12 +299,18 @@ class Transformer(nn.Module):
         x, stream, terms = self._through(stage, x, tokens, labels, key=key, samples=samples, documents=documents)
         if stage < len(self.parts) - 1:
             return (x, Terms(**terms)) if terms else x
-        assert self.head is not None
         assert stream.places is not None
         if labels is not None:
-            loss = self.head(x, self._local_labels(labels, stream.places), self.loss_chunk)
+            loss = self._loss(x, self._local_labels(labels, stream.places), tokens, documents)
             return Terms(lm=loss, **terms) if self._has_terms else loss
-        return gather_whole(self.head.logits(x).view(stream.batch, stream.length, -1), self.mesh, stream.places)
+        head = self.score or self.head
+        assert head is not None
+        return gather_whole(head.logits(x).view(stream.batch, stream.length, -1), self.mesh, stream.places)
+
+    def _loss(self, x: Tensor, labels: Tensor, tokens: Tensor, documents: Tensor | None) -> Any:
+        """(mean, count) of this rank's labels, from the last norm's output; tokens, documents: of whole rows."""
+        assert self.head is not None
+        return self.head(x, labels, self.loss_chunk)
 
     def _through(
         self,

@@ -16,6 +16,7 @@ from isograd.io.store import Place, place_of
 from isograd.train.sections import (
     Adapter,
     Data,
+    Distil,
     Evaluating,
     Logging,
     Model,
@@ -56,6 +57,7 @@ class Config(Section):
     data: Data | None = Field(default=None, description="tokens for a language model")
     pairs: PairsOf | None = Field(default=None, description="pairs of texts for an encoder, instead of data")
     preference: Preference | None = Field(default=None, description="the loss of task preference; null: dpo")
+    distil: Distil | None = Field(default=None, description="a teacher of tasks language and chat; null: none")
     optimizer: Optimizer
     steps: Positive = Field(description="optimizer steps of the whole run")
     batch: Positive = Field(description="sequences of a step, over all ranks")
@@ -156,6 +158,8 @@ class Config(Section):
             raise _contradiction("task preference has one source of pairs", "task", "data.sources")
         if self.task != "preference" and self.preference is not None:
             raise _contradiction("preference belongs to task preference", "task", "preference")
+        if self.distil is not None and (data is None or self.task == "preference"):
+            raise _contradiction("distil belongs to tasks language and chat", "task", "distil")
         if not rendered and data is not None and data.tokenizer is not None:
             raise _contradiction("data.tokenizer belongs to tasks chat and preference", "task", "data.tokenizer")
         builtin = {text.builtin for text in data.sources} if data is not None else set()
@@ -198,6 +202,8 @@ class Config(Section):
             (self.task == "preference" and layout.pp > 1, "task preference without pp", "layout"),
             (packed and (dora or layout.tp > 1), "adapter.base_bits without dora and tp", "adapter.base_bits"),
             (dora and layout.tp > 1, "dora without tp", "adapter.dora"),
+            (self.preference and self.preference.loss == "reward", "no preference.loss reward", "preference.loss"),
+            (self.distil is not None, "no distil", "distil"),
         ):
             if wrong:
                 raise _contradiction(f"{named} takes {what}", "adapter", "model.code", field)

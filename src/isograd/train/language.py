@@ -7,6 +7,7 @@ stopped resumes where it was, under any other layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from isograd.nn.experts import Experts
 from isograd.nn.loss import IGNORE
 from isograd.train import texts
 from isograd.train.config import Config
+from isograd.train.distillation import DistilTransformer, identity
 from isograd.train.task import DTYPES, Evaluated, ProgressCallback, engine_of, rows_of
 
 
@@ -44,7 +46,8 @@ def model_config(config: Config) -> TransformerConfig:
         )  # fmt: skip
     named = load_config(model.path) if model.path else preset(model.preset) if model.preset else None
     base = vars(named) if named else {}
-    return TransformerConfig.from_dict({**base, **model.options}, "model")
+    score = {"score": True} if config.preference is not None and config.preference.loss == "reward" else {}
+    return TransformerConfig.from_dict({**base, **model.options, **score}, "model")
 
 
 def refuse_vocabulary(data: Mixture | Preferences, vocab: int) -> None:
@@ -82,7 +85,8 @@ def build_model(config: Config, mesh: Mesh, make: Callable[..., Transformer]) ->
 
         return library.opened(config, mesh), None
     described = model_config(config)
-    weights = HuggingFace(config.model.path, described) if config.model.path and config.model.weights else None
+    stored = replace(described, score=False)  # a reward model's score is new
+    weights = HuggingFace(config.model.path, stored) if config.model.path and config.model.weights else None
     model = make(
         described, mesh, seed=config.model.seed, dtype=DTYPES[config.model.dtype],
         device="meta" if mesh.layout.zero == 3 else None,
@@ -102,7 +106,6 @@ def not_compiled(config: Config, model: nn.Module) -> list[str]:
 class LanguageTask:
     """The job of a language model: token shards in, one optimizer step out."""
 
-    starts_from = ""
     unit = "tokens"
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
@@ -119,8 +122,13 @@ class LanguageTask:
                          f"build it with a larger {more}, or from more documents")  # fmt: skip
         self.decode = read_tokenizer(data) if config.log.sample else None  # its package may be missing: said here
         refuse_vocabulary(data, vocabulary(config))
+        self.starts_from = ""
         self.fingerprint, self.flops = self.data.fingerprint, flops_of_run(config, self.length)
-        self.model, weights = build_model(config, mesh, Transformer)
+        make: Callable[..., Transformer] = Transformer
+        if config.distil is not None:
+            make = partial(DistilTransformer, options=config.distil)
+            self.starts_from = identity(config.distil)
+        self.model, weights = build_model(config, mesh, make)
         self.notice = "; ".join(notice + not_compiled(config, self.model))
         self.engine = engine_of(config, self.model, mesh, weights)
 

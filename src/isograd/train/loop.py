@@ -49,7 +49,7 @@ from isograd.train.tasks import make_task, prepare
 from isograd.train.trackers import trackers
 
 NOT_FINITE = 6
-MAY_CHANGE = "steps", "model", "optimizer", "pairs", "preference", "ema"  # and are told, when a run resumes
+MAY_CHANGE = "steps", "model", "optimizer", "pairs", "preference", "distil", "ema"  # and are told, when a run resumes
 MOST_SKIPPED = 20  # steps in a row
 
 
@@ -208,9 +208,9 @@ class _Run:
         if before and self.task.starts_from not in ("", before):
             raise TrainError(
                 "IG986", "the checkpoint's run began from another model, with which its loss compares",
-                seen=f"{found.path}; other weights in model.path, or other values of `model`",
-                expected="the model that the run began from, which gives the references",
-                fix="restore the files of model.path and `model`; or start a new run from this model (--run FOLDER)",
+                seen=f"{found.path}; other weights in model.path or distil.teacher, or other values of `model`",
+                expected="the model that the run began from, or its teacher, which the loss compares with",
+                fix="restore these files and `model`; or start a new run from them (--run FOLDER)",
                 where=self.mesh.describe_rank(),
             )  # fmt: skip
         self.skipped_damaged = found.skipped_damaged

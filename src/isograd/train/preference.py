@@ -173,7 +173,7 @@ class PreferenceTask:
 
     def finish(self, sample: int) -> str | None:
         """What the model answers to the first prompt that was held out."""
-        if not sample:
+        if not sample or self.options.loss == "reward":
             return None
         if self.mesh.layout.pp > 1:
             return "no sample: the model of a pipeline is not called; 'isograd ckpt convert' makes one that is"

@@ -55,7 +55,8 @@ class PreferenceLoss:
         experts: Mapping[str, Any] | None = None,
     ) -> Any:
         """(loss, weight), or its terms. logp, mask [pairs * answers, local]: of this rank's tokens, and which of them
-        are labels; labels [pairs, answers, length]: whole; experts: terms that a model of experts adds."""
+        are labels; of a reward model scores, and which of them count. labels [pairs, answers, length]: whole. experts:
+        terms that a model of experts adds."""
         pairs, answers, _ = labels.shape
         numbers = torch.arange(len(mask), device=mask.device)[:, None].expand(mask.shape)
         sums = losses.sequence_sums(logp, mask, numbers, len(mask), self.mesh).view(pairs, answers)
@@ -86,8 +87,8 @@ class PreferenceLoss:
             found = losses.dpo(chosen, rejected, reference[:, 0], reference[:, 1], beta, options.smoothing)
         elif options.loss == "ipo":
             found = losses.ipo(chosen, rejected, reference[:, 0], reference[:, 1], beta)
-        elif options.loss == "simpo":
-            found = losses.simpo(chosen, rejected, beta, options.margin)
+        elif options.loss in ("simpo", "reward"):
+            found = losses.simpo(chosen, rejected, beta, options.margin if options.loss == "simpo" else 0.0)
         elif options.loss == "orpo":
             found = losses.orpo(chosen, rejected)
         else:
@@ -165,11 +166,16 @@ class PreferenceTransformer(Transformer):
         )  # fmt: skip
         if stage is not None and stage < len(self.parts) - 1:
             return (x, Terms(**experts)) if experts else x
-        assert self.head is not None
         assert stream.places is not None
-        mine = self._local_labels(rows_labels, stream.places)
-        logp = self.head.log_probabilities(x, mine, self.loss_chunk).view(len(rows), -1)
-        mask = (mine != self.ignore_index).view(len(rows), -1)
+        if self.score is not None:
+            ends = _ends(rows_labels != self.ignore_index)
+            logp = self.score.logits(x).view(len(rows), -1)
+            mask = stream.places.shard(ends, self.mesh.index("cp"), False)
+        else:
+            assert self.head is not None
+            mine = self._local_labels(rows_labels, stream.places)
+            logp = self.head.log_probabilities(x, mine, self.loss_chunk).view(len(rows), -1)
+            mask = (mine != self.ignore_index).view(len(rows), -1)
         terms = experts if self._has_terms else {}
         return self.pair_loss.of(logp, mask, labels, reference, baseline, training=self.training, experts=terms)
 
@@ -187,3 +193,8 @@ class PreferenceTransformer(Transformer):
             return self._local_labels(rows_labels, token_layout_for(rows.shape[1], len(rows), self.mesh))
 
         return {**found, **self.pair_loss.weights(labels, local_labels, others=bool(found))} or None
+
+
+def _ends(counted: Tensor) -> Tensor:
+    """Where the last label of each row is itself a token: one place behind the last True of [rows, length]."""
+    return counted.roll(1, 1) & ~counted & (counted.flip(1).cumsum(1).flip(1) == 0)

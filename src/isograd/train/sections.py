@@ -161,9 +161,10 @@ class PairsOf(Section):
 class Preference(Section):
     """`preference`: which loss of pairs of answers task preference minimises."""
 
-    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = Field(
-        default="dpo", description="dpo, ipo and kto compare with the model as it is before the first step"
-    )
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward"] = Field(
+        default="dpo", description="dpo, ipo and kto compare with the model as it is before the first step; reward: a "
+        "reward model, whose new head scores an answer at the token that ends it",
+    )  # fmt: skip
     beta: Rate | None = Field(
         default=None, description="how strongly answers are compared (orpo: weight of the odds); null: 0.1, simpo: 2"
     )
@@ -187,12 +188,28 @@ class Preference(Section):
         ):
             if self.loss != loss and getattr(self, name) != default:
                 raise ValueError(f"{name} belongs to the loss {loss}, and the loss is {self.loss}")
+        if self.loss == "reward" and (self.beta is not None or self.answers is not None):
+            raise ValueError("beta and answers: each belongs to the losses of a language model, and the loss is reward")
         return self
 
     @property
     def strength(self) -> float:
         """beta, or what stands for null."""
-        return self.beta or (2.0 if self.loss == "simpo" else 0.1)
+        return self.beta or {"simpo": 2.0, "reward": 1.0}.get(self.loss, 0.1)
+
+
+class Distil(Section):
+    """`distil`: a teacher, to whose distribution the model's is drawn at each label."""
+
+    teacher: str = Field(description="a Hugging Face folder of the same vocabulary; each rank holds a copy, cut by tp")
+    weight: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.5, description="of the divergence from the teacher; the loss of the labels has the rest"
+    )
+    kind: Literal["forward", "reverse", "between"] = Field(
+        default="forward",
+        description="KL(teacher, model), KL(model, teacher), or of both to their mixture",
+    )
+    temperature: Rate = Field(default=1.0, description="by which the logits of both are divided")
 
 
 class Optimizer(Section):

@@ -78,7 +78,7 @@ class Rewrites:
             return
         if self.weights[0] != c.backwards:
             held = [(n, p) for n, p in c.learn_names().items() if isinstance(p, Tensor) and p.grad is not None]
-            self.weights = c.backwards, {_address(foreign.local(p)): n for n, p in held}
+            self.weights = c.backwards, {at: n for n, p in held if (at := _address(foreign.local(p)))}
         flat = [t for one in written for t in (one if isinstance(one, (list, tuple)) else [one])]
         names = {self.weights[1].pop(_address(t), "") for t in flat if isinstance(t, Tensor)} - {""}
         if names and not c.unsettled:
@@ -118,9 +118,9 @@ class Rewrites:
 
 
 def _address(tensor: Tensor) -> int:
-    """Of a tensor's memory; 0: it has none, as what stands in an engine's `.grad` until the step."""
+    """Of a tensor's memory; 0: it has none, as without elements or in an engine's `.grad` until the step."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
     except RuntimeError:
         return 0
 
