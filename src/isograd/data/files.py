@@ -73,6 +73,11 @@ def write_text(file: Path, text: str) -> Path:
     return file
 
 
+def hashes_of_weights(folder: Path) -> list[str]:
+    """The sha256 of each file of a model's weights."""
+    return [sha256(file) for file in sorted(folder.glob("*.safetensors"))]
+
+
 def sha256(path: Path) -> str:
     """The sha256 of a file."""
     try:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from isograd import losses
+from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
 from isograd.core.mesh import Mesh
 from isograd.data import files
-from isograd.errors import ConfigError
+from isograd.errors import ConfigError, DataError, headline
 from isograd.hf.configs import load_config
 from isograd.hf.families import load_hf
 from isograd.models import Transformer, TransformerConfig
@@ -64,7 +65,17 @@ def teacher(options: Distil, config: TransformerConfig, mesh: Mesh, dtype: torch
     return made.eval()
 
 
-def identity(options: Distil) -> str:
-    """A hash of the teacher's files."""
-    every = sorted([*Path(options.teacher).glob("*.safetensors"), Path(options.teacher) / "config.json"])
-    return sha256("".join(files.sha256(file) for file in every).encode()).hexdigest()
+def identity(options: Distil, mesh: Mesh) -> str:
+    """A hash of the teacher's files, which the first rank reads for all."""
+    folder = Path(options.teacher)
+
+    def hashed() -> str:
+        if mesh.rank:
+            return ""
+        every = [*files.hashes_of_weights(folder), files.sha256(folder / "config.json")]
+        return sha256("".join(every).encode()).hexdigest()
+
+    mine = run_or_raise_on_all_ranks(
+        hashed, mesh, DataError, lambda error: DataError("IG904", seen=headline(error), path=folder)
+    )
+    return str(all_gather_object(mine, mesh)[0])

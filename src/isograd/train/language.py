@@ -127,7 +127,7 @@ class LanguageTask:
         make: Callable[..., Transformer] = Transformer
         if config.distil is not None:
             make = partial(DistilTransformer, options=config.distil)
-            self.starts_from = identity(config.distil)
+            self.starts_from = identity(config.distil, mesh)
         self.model, weights = build_model(config, mesh, make)
         self.notice = "; ".join(notice + not_compiled(config, self.model))
         self.engine = engine_of(config, self.model, mesh, weights)

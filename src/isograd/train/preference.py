@@ -200,7 +200,7 @@ def key_of(config: configs.Config, pairs: str) -> str:
         described = str(model_config(config))
     weights: object = model.seed
     if model.path and model.weights:
-        weights = [files.sha256(file) for file in sorted(Path(model.path).glob("*.safetensors"))]
+        weights = files.hashes_of_weights(Path(model.path))
     return sha256(json.dumps([pairs, config.data.length, weights, model.dtype, described]).encode()).hexdigest()
 
 
