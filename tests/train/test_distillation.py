@@ -13,7 +13,6 @@ from torch import Tensor
 
 from isograd import verify
 from isograd.core.mesh import Mesh
-from isograd.engine import Engine
 from isograd.errors import IsogradError
 from isograd.hf import export_hf
 from isograd.models import Transformer, TransformerConfig
@@ -23,6 +22,7 @@ from isograd.train.config import Config
 from isograd.train.distillation import DistilTransformer
 from isograd.train.loop import RunOptions
 from isograd.train.sections import Distil
+from tests.train.test_preference import assert_trains_as_plain_torch
 
 QUIET = RunOptions(show="none", signals=())
 MODEL = {"hidden": 24, "layers": 2, "heads": 4, "kv_heads": 4, "mlp": 40}
@@ -77,18 +77,7 @@ def expected(made: DistilTransformer, batch: dict[str, Tensor]) -> Tensor:
 def test_gradients_are_those_of_plain_torch(teachers: dict[int, str], kind: Any, weight: float) -> None:
     options, batch = Distil(teacher=teachers[31], kind=kind, weight=weight, temperature=2.0), packed()
     made = student(Mesh("dp1"), options)
-    truth = expected(made, batch)
-    truth.backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in made.named_parameters()}
-    made.zero_grad()
-    engine = Engine(made, Mesh("dp1"), lambda ps: torch.optim.SGD(ps, lr=0.1))
-    engine.accumulate(batch, 2)
-    found = dict(engine.grads())
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert gradient.abs().max() > 0, name
-        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
-    assert engine.step().loss == pytest.approx(truth.item(), rel=1e-9)
+    assert_trains_as_plain_torch(made, Mesh("dp1"), batch, expected(made, batch))
 
 
 def case(mesh: Mesh, options: Distil) -> Case:
