@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-ROOMS = {  # command: the file that has it, a function of the same name or `main`, and what its help says
+LAZY_COMMANDS = {  # command: the file that has it, a function of the same name or `main`, and what its help says
     "train": ("train", "train by a config: see 'isograd train --help'"),
     "rehearse": ("rehearse", "simulate one step on any number of ranks, and check what they send"),
     "plan": ("plan", "find the best layouts of a config on many devices: memory, time, checkpoints"),
@@ -21,8 +21,8 @@ ROOMS = {  # command: the file that has it, a function of the same name or `main
 }
 
 
-def room(command: str) -> Callable[[list[str]], int]:
+def main_of(command: str) -> Callable[[list[str]], int]:
     """The command line of a command that has its own, loaded when it is asked for."""
-    file = import_module(f"isograd.cli.{ROOMS[command][0]}")
+    file = import_module(f"isograd.cli.{LAZY_COMMANDS[command][0]}")
     found: Callable[[list[str]], int] = getattr(file, command, None) or file.main
     return found

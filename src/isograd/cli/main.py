@@ -18,13 +18,13 @@ import sys
 from collections.abc import Sequence
 
 from isograd import __version__
-from isograd.cli import ROOMS, room
+from isograd.cli import LAZY_COMMANDS, main_of
 from isograd.cli.subcommands import CommandParser, number
 from isograd.io import terminal
 from isograd_verify.command import command
 from isograd_verify.io.command_line import exit_code
 
-COMMANDS = ("explain", "new", "recipes", "completion", "verify", *ROOMS)
+COMMANDS = ("explain", "new", "recipes", "completion", "verify", *LAZY_COMMANDS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,8 +50,8 @@ def _run(words: list[str]) -> int:
         from isograd.train.reading import checked
 
         return config_from(words[2:], CommandParser, checked)
-    if words[0] in ROOMS:
-        return room(words[0])(words[1:])
+    if words[0] in LAZY_COMMANDS:
+        return main_of(words[0])(words[1:])
     options = _parser().parse_args(words)
     return int(options.run(options))
 
@@ -110,7 +110,7 @@ def _parser() -> CommandParser:
     )
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     completion.set_defaults(run=_completion, parser=completion)
-    for name, (_, about) in ROOMS.items():
+    for name, (_, about) in LAZY_COMMANDS.items():
         commands.add_parser(name, help=about)
     commands.add_parser(
         "verify", help="prove layouts, watch any program, compare recordings: see 'isograd verify --help'"

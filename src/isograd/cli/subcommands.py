@@ -26,10 +26,10 @@ class CommandParser(command_line.Parser):
         return options
 
 
-def run(words: list[str], room: str, about: str, examples: str, verbs: Mapping[str, Verb]) -> int:
-    """Parse `words` as a verb of this room with its options, and run it; returns the exit code."""
+def run(words: list[str], command: str, about: str, examples: str, verbs: Mapping[str, Verb]) -> int:
+    """Parse `words` as a verb of this command with its options, and run it; returns the exit code."""
     parser = CommandParser(
-        prog=f"isograd {room}",
+        prog=f"isograd {command}",
         description=about,
         epilog=examples,
         allow_abbrev=False,
@@ -37,7 +37,7 @@ def run(words: list[str], room: str, about: str, examples: str, verbs: Mapping[s
     )
     found = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     for name, (does, add_options, act) in verbs.items():
-        verb = found.add_parser(name, help=does, description=f"isograd {room} {name}: {does}.", allow_abbrev=False)
+        verb = found.add_parser(name, help=does, description=f"isograd {command} {name}: {does}.", allow_abbrev=False)
         add_options(verb)
         verb.set_defaults(run=act, parser=verb)
     options = parser.parse_args(words)
