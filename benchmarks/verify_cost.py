@@ -3,7 +3,8 @@
     python -m benchmarks.verify_cost                     a model of 21 M parameters; some minutes on two quiet cores
     python -m benchmarks.verify_cost --record            whole gradients and parameters are written, as for `compare`
     python -m benchmarks.verify_cost --sketch            their sketches are
-    python -m benchmarks.verify_cost --profile           and where the watcher spends its time, on rank 0
+    python -m benchmarks.verify_cost --profile           and where the watcher spends its time, on rank 0, also in
+                                                         later steps
 
 A round is plain steps (nobody watches), watched steps, and steps after them, when all hooks but the counting ones are
 out. Each is told as the median over rounds of the clock and of the process's CPU time, which other programs on the
@@ -63,7 +64,7 @@ def run(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     own = torch.Generator().manual_seed(dist.get_rank())
     seconds: dict[str, list[tuple[float, float]]] = {"plain": [], "watched": [], "unwatched": []}
-    profiler, size = cProfile.Profile(), 0
+    profiler, later, size = cProfile.Profile(), cProfile.Profile(), 0
 
     def step(kind: str) -> None:
         dist.barrier()
@@ -89,8 +90,11 @@ def run(
                 step("watched")
             profiler.disable()
             step("")  # the hooks are taken out behind it
+            if profile and number == 1:
+                later.enable()
             for _ in range(each):
                 step("unwatched")
+            later.disable()
             size = sum(path.stat().st_size for path in Path(home).rglob("step-0001.safetensors"))
     said = ""
     if profile:
@@ -98,6 +102,11 @@ def run(
             pstats.Stats(profiler, stream=file).sort_stats("tottime").print_stats(22)
             file.seek(0)
             said = file.read()
+        whole = own = 0.0
+        for entry in later.getstats():
+            whole += entry.inlinetime
+            own += entry.inlinetime * ("isograd_verify" in getattr(entry.code, "co_filename", ""))
+        said += f"{each} later steps: {whole:.3f} s, of which {own * 1000:.2f} ms in the watcher's own functions\n"
     return seconds, size, said
 
 
