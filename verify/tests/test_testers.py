@@ -43,6 +43,7 @@ def test_what_only_one_device_shows_is_named_there(judged: Any, program: Any, bu
         (testers.tied, "tie-unreduced", "embed.weight"),
         (testers.own_buffers, "bf16-accumulation", "what 4 micro-batches added was added up in bf16"),
         (testers.by_rows, "norm-unreduced", "norm.weight"),
+        (testers.teacher, "copies-begin-apart", "no gradient reaches them"),
     ],
 )
 def test_what_contradicts_itself_is_named_alone(watched: Any, program: Any, bug: str, words: str) -> None:

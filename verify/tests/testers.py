@@ -3,6 +3,7 @@ must be said of them, alone and beside one device."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -213,3 +214,22 @@ def by_rows(wrong: bool, steps: int = 4) -> None:
                 p.grad.mul_((0.02 / p.grad.norm(dim=1, keepdim=True)).clamp(max=1.0))
         optimizer.step()
         optimizer.zero_grad()
+
+
+def teacher(wrong: bool, steps: int = 4) -> None:
+    """A student and the average of it that teaches it. `wrong`: the teacher is copied before DDP makes ranks alike."""
+    torch.manual_seed(dist.get_rank())
+    student = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
+    early = deepcopy(student).requires_grad_(False)
+    model = DistributedDataParallel(student)
+    slow = early if wrong else deepcopy(student).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.Generator().manual_seed(10 + dist.get_rank())
+    for _ in range(steps):
+        x = torch.randn(8, 6, generator=own)
+        F.mse_loss(model(x), slow(x + 0.1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for kept, p in zip(slow.parameters(), student.parameters(), strict=True):
+                kept.lerp_(p, 0.01)

@@ -262,7 +262,8 @@ BUGS: dict[str, Bug] = {
     ),
     "copies-begin-apart": Bug(
         "a module that each rank made from its own random state, outside of what the wrapper broadcasts and reduces",
-        "where the module is made: inside the wrapped model, or wrapped and broadcast like it",
+        "where the module is made: inside the wrapped model, or wrapped and broadcast like it; copy a teacher from "
+        "a model that is wrapped",
     ),
     "same-masks": Bug(
         "one seed on all ranks, and random states that are taken from it alone",

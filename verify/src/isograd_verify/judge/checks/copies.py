@@ -59,14 +59,16 @@ def copies(analysis: Analysis) -> Iterator[Finding]:
     """
     if analysis.step != analysis.recording.steps[0]:
         return
-    apart: dict[tuple[int, ...], list[str]] = {}
+    apart: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for name in analysis.names:
         ranks = tuple(analysis.holders(name))
         infos = [analysis.about[rank][name] for rank in ranks]
         differ = len(analysis.replica_sets(name)) == len(ranks) > 1 and len({info.shape for info in infos}) == 1
-        if differ and all(info.trainable and info.box is None for info in infos) and not _summed(analysis, name, ranks):
-            apart.setdefault(ranks, []).append(name)
-    for ranks, names in apart.items():
+        trained = {info.trainable for info in infos}
+        whole = len(trained) == 1 and all(info.box is None for info in infos)
+        if differ and whole and not (True in trained and _summed(analysis, name, ranks)):
+            apart.setdefault((ranks, True in trained), []).append(name)
+    for (ranks, trainable), names in apart.items():
         summed = any(set(ranks) <= set(event.group) for event in reductions(analysis))
         if not summed or not _data_ranks(analysis, ranks) or _exchange(analysis, ranks):
             continue
@@ -74,8 +76,9 @@ def copies(analysis: Analysis) -> Iterator[Finding]:
             continue
         axis = axis_over(analysis.recording, ranks)
         sentence = (
-            f"step {analysis.step}: {listed(names)} began with other values on each of {spell(ranks)}, and each rank's "
-            "gradient is its own, while other tensors are copies whose gradients are summed over them"
+            f"step {analysis.step}: {listed(names)} began with other values on each of {spell(ranks)}, and "
+            f"{'each gradient is its own' if trainable else 'no gradient reaches them'}, while other tensors are "
+            "copies whose gradients are summed over them"
         )
         yield finding(BUG, "copies-begin-apart", sentence, tensors=tuple(names), axis=axis)
 
