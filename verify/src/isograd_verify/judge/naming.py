@@ -83,7 +83,7 @@ def _scaled(factor: float, kinds: str, everything: bool, sizes: Collection[int],
     cases = (  # the first that fits
         (factor == 0 and kinds == "routers", "gather-cut"),
         (factor == 0, "cut-graph"),
-        (everything and of == {"micro-batches"} and factor > 1, "accum-undivided"),
+        (of == {"micro-batches"} and factor > 1, "accum-undivided"),
         (TWICE in of, "divided-twice"),
         (everything and of_group and "micro-batches" not in of, "ulysses-scale"),
         (everything, ""),
