@@ -251,7 +251,7 @@ def other_data(analysis: Analysis) -> tuple[tuple[int, ...], tuple[str, ...]] | 
 
 def never_summed(analysis: Analysis, names: Collection[str]) -> str:
     """`outside-wrapper` where tensors that nobody sums are all that their modules have, while a wrapper sums others
-    inside backward; `tie-unreduced` where they are all that the ranks that hold them have in common."""
+    inside backward and ranks have data of their own; `tie-unreduced` where they are all that their ranks share."""
     holders = [analysis.about[rank] for rank in analysis.holders(min(names))]
     if len(holders) > 1 and set(names) == set.intersection(*map(set, holders)) and min(map(len, holders)) > len(names):
         return "tie-unreduced"
@@ -262,7 +262,7 @@ def never_summed(analysis: Analysis, names: Collection[str]) -> str:
         if name.rpartition(".")[0] in modules and analysis.info(name).gradient and not analysis.null(name)
     )
     reduced = any(event.phase == "backward" and event.op in REDUCING for event in reductions(analysis))
-    return "outside-wrapper" if whole and reduced else ""
+    return "outside-wrapper" if whole and reduced and not analysis.same_data(analysis.holders(min(names))) else ""
 
 
 def _axis(analysis: Analysis, kind: str, ranks: tuple[int, ...]) -> str:
