@@ -27,6 +27,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -296,6 +297,8 @@ def conversation(text: str) -> tuple[list[Any], Any]:
     if not isinstance(messages, list) or not messages:
         if isinstance(found, dict) and "messages" not in found:
             seen = ", ".join(map(repr, list(found)[:10]))
+            if near := get_close_matches(seen.strip("'"), ("messages", "conversations"), 1):
+                seen += f" (did you mean {near[0]!r}?)"
         else:
             seen = "nothing in it" if messages == [] else type(messages if isinstance(found, dict) else found).__name__
         raise no_chat(f"no list of messages under 'messages': {seen}", "no messages")
@@ -323,6 +326,8 @@ def _with_messages(found: dict[str, Any]) -> dict[str, Any]:
     if found.get("messages") is not None:
         return found
     if isinstance(turns := found.get("conversations"), list):
+        if all(isinstance(turn, dict) and "from" not in turn and {"role", "content"} <= turn.keys() for turn in turns):
+            return {**found, "messages": turns}
         messages = []
         for number, turn in enumerate(turns, 1):
             sender = turn.get("from") if isinstance(turn, dict) else None
