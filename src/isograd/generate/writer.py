@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from isograd.core import rng
-from isograd.errors import ConfigError
+from isograd.errors import CheckpointError, ConfigError
 from isograd.generate.sampling import Sampling, draw
 from isograd.generate.text_stream import TextStream
 
@@ -205,7 +205,15 @@ def _checkpoint_of(place: Path) -> Path:
 
     if not place.is_dir():
         raise ConfigError("IG645", seen="no such folder", place=place)
-    found: Path = one_of(place)
+    if (place / "adapter_config.json").is_file():
+        fix = "isograd ckpt convert RUN OUT --tokenizer DIR, without --adapters: the merged model"
+        raise ConfigError("IG645", seen="adapters without their model", place=place, fix=fix)
+    try:
+        found: Path = one_of(place)
+    except CheckpointError as error:
+        if (place / "config.yaml").is_file():
+            error.fix = "wait for the run's first checkpoint (checkpoint.every), or end it by Ctrl-C, which saves"
+        raise
     return found
 
 
