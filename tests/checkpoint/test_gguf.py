@@ -45,6 +45,8 @@ def test_a_checkpoint_s_weights_are_read_back_by_the_gguf_reader(tmp_path: Path,
         keeper.save(1)
     builtin_chats.tokenizer(tmp_path / "words")
     words = ["ckpt", "convert", tmp_path / "saved", tmp_path / "out", "--tokenizer", tmp_path / "words", "--gguf", kind]
+    assert main([str(word) for word in words if word not in ("--tokenizer", tmp_path / "words")]) == 2
+    assert not (tmp_path / "out").exists()  # what is refused leaves the name free
     assert main(list(map(str, words))) == 0
     saved = SafetensorsReader(tmp_path / "out")
     reader = gguf.GGUFReader(tmp_path / "out" / f"model-{kind}.gguf")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from isograd.cli.main import main
 from isograd.core.mesh import Mesh
+from isograd.data.chats import Chats
 from isograd.generate import open_writer
 from isograd.generate.scoring import scorer_of
 from isograd.generate.writer import words_of
@@ -81,6 +82,30 @@ def test_the_command_reads_texts_and_lines_and_says_what_it_found(folder: Path, 
         assert said in capsys.readouterr().err
     assert main(["evaluate", str(folder)]) == 2
     assert "--files FILE ..., or --tasks" in capsys.readouterr().err
+
+
+def test_of_conversations_the_answers_count_as_in_transformers(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    """Three forms of a conversation with two answers; beside transformers' loss over the tokens of the answers."""
+    said = [("user", "hello world"), ("assistant", "how are you ?"), ("user", "you"), ("assistant", "world !")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    turns = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in said]
+    lines = [{"messages": messages}, {"conversations": turns}, {"conversations": messages}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["evaluate", str(folder), "--files", str(tmp_path / "a.jsonl"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ids, counted = (torch.tensor([part.astype("int64")]) for part in Chats(folder)(json.dumps(lines[0])))
+    with torch.no_grad():
+        logits = open_writer(folder).model(input_ids=ids).logits[0, :-1]
+    learned = counted[0, 1:] == 1
+    loss = float(F.cross_entropy(logits[learned], ids[0, 1:][learned]))
+    assert (found["tokens"], found["texts"]) == (3 * int(learned.sum()), 3)
+    assert found["loss"] == pytest.approx(loss, rel=1e-9)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"conversation": turns}) + "\n")
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": messages[:1]}) + "\n")
+    for name, code in (("b.jsonl", "IG913"), ("c.jsonl", "IG990")):
+        assert main(["evaluate", str(folder), "--files", str(tmp_path / name)]) == 2
+        seen = capsys.readouterr().err
+        assert code in seen and f"{name}, line 1" in seen
 
 
 def write_tasks(place: Path, questions: list[str], choices: list[str]) -> None:

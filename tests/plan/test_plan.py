@@ -460,6 +460,7 @@ def test_the_demos_line_has_memory_and_time_as_predicted_and_as_measured(tmp_pat
     assert main(words) == 0
     line = capsys.readouterr().out
     assert re.fullmatch(r"plan: dp2 tp2 sp zero1 on here: 0\.3\d GB a rank, .* m?s a step \(.* to .* m?s\)\n", line)
+    assert main([*words, "--gpus", "8"]) == 2 and "leave out --gpus" in capsys.readouterr().err
     assert main([*words, "--measured", str(run)]) == 2
     assert "IG275" in capsys.readouterr().err
     steps = [{"step": 5 * n, "loss": 1.0, "memory_gb": 0.25 + n / 1e3, "seconds_per_step": 9.0 / n} for n in (1, 2, 3)]

@@ -11,7 +11,7 @@ LAZY_COMMANDS = {  # command: the file that has it, a function of the same name 
     "plan": ("plan", "find the best layouts of a config on many devices: memory, time, checkpoints"),
     "machine": ("plan", "the devices that 'isograd plan' knows; measure this computer"),
     "compare": ("train", "train under several layouts and compare losses, speed, memory, bytes"),
-    "config": ("train", "show a config's values and their origins, or the schema; convert a DeepSpeed config"),
+    "config": ("train", "show a config's values and their origins, or the schema; convert other programs' configs"),
     "data": ("data", "build token shards from text; inspect and verify them: see 'isograd data --help'"),
     "ckpt": ("checkpoint", "inspect, verify, diff and convert checkpoints: see 'isograd ckpt --help'"),
     "generate": ("generate", "what a trained model writes after a prompt: see 'isograd generate --help'"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -204,9 +205,10 @@ def _import_options(parser: argparse.ArgumentParser) -> None:
 
 def _convert(options: argparse.Namespace) -> int:
     from isograd.checkpoint.folder import one_of
-    from isograd.errors import ConfigError
+    from isograd.errors import ConfigError, IsogradError
     from isograd.hf.adapter_files import convert_adapters
     from isograd.hf.export import convert
+    from isograd.hf.gguf_file import need_gguf, write_gguf
     from isograd.io.store import place_of
 
     if options.config is not None:
@@ -219,15 +221,35 @@ def _convert(options: argparse.Namespace) -> int:
                 fix="leave it out; without --adapters the whole model is written",
             )  # fmt: skip
         return _written(place, convert_adapters(place, options.out), options.push_to_hub)
+    if options.gguf is not None:
+        need_gguf()
     out = convert(
         place, options.out, tokenizer=options.tokenizer, max_shard_gb=options.max_shard_gb, ema=options.ema,
         dtype=_dtype(options.dtype),
     )  # fmt: skip
     if options.gguf is not None:
-        from isograd.hf.gguf_file import write_gguf
+        try:
+            write_gguf(out, options.gguf)
+        except IsogradError:  # nothing is left, so that another command can have the name
+            shutil.rmtree(out)
+            raise
+    code = _written(place, out, options.push_to_hub)
+    if options.tokenizer is None and (known := _tokenizer_beside(place)) is not None:
+        said = f"ckpt: no tokenizer is in {out}; the run's comes with it by"
+        print(f"{said} isograd ckpt convert {options.place} OUT --tokenizer {known}", file=sys.stderr)
+    return code
 
-        write_gguf(out, options.gguf)
-    return _written(place, out, options.push_to_hub)
+
+def _tokenizer_beside(place: Any) -> str | None:
+    """The folder of the tokenizer that the run of a checkpoint was trained with, if one is found."""
+    from isograd.errors import IsogradError
+    from isograd.generate.writer import tokenizer_of
+
+    try:
+        found = tokenizer_of(place, None) if isinstance(place, Path) else "bytes"
+    except IsogradError:
+        return None
+    return None if found == "bytes" else found
 
 
 def _import(options: argparse.Namespace) -> int:

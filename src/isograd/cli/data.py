@@ -177,7 +177,8 @@ def _tokenizer(options: argparse.Namespace) -> int:
         text_key=options.text_key, chat=options.chat,
     )  # fmt: skip
     print(f"{options.out}: a byte-level BPE tokenizer of {size:,} tokens, with a chat template")
-    print(f"next: isograd data build TOKENS {' '.join(options.inputs)} --tokenizer {options.out}")
+    inputs = " ".join(options.inputs) + (" --chat" if options.chat else "")
+    print(f"next: isograd data build TOKENS {inputs} --tokenizer {options.out}")
     return 0
 
 

@@ -27,7 +27,9 @@ def evaluate(words: list[str]) -> int:
         description="How probable a model finds texts, and what it reaches in tasks of lm-eval-harness.",
     )  # fmt: skip
     parser.add_argument("place", metavar="PLACE", help=PLACE)
-    parser.add_argument("--files", nargs="+", default=[], metavar="FILE", help="texts; .jsonl, .parquet: the key text")
+    parser.add_argument(
+        "--files", nargs="+", default=[], metavar="FILE", help="texts; .jsonl, .parquet: text, or conversations"
+    )
     parser.add_argument("--tasks", metavar="NAMES", help="of lm-eval-harness, with commas between them")
     parser.add_argument("--task-folder", metavar="DIR", help="of tasks as YAML, whose code is run")
     parser.add_argument("--limit", type=POSITIVE, metavar="N", help="documents of a task (default: all)")
@@ -42,11 +44,14 @@ def evaluate(words: list[str]) -> int:
         parser.error("give --files FILE ..., or --tasks NAMES")
     from isograd.comm.launch import launch
     from isograd.generate.harness import need
-    from isograd.generate.writer import hugging_folder
+    from isograd.generate.scoring import texts_of
+    from isograd.generate.writer import hugging_folder, tokenizer_of
 
     if options.tasks:
         need()
     layout = _layout(options)
+    for _ in texts_of(options.files, tokenizer_of(options.place, options.tokenizer)):
+        pass  # a file that is refused is refused before a checkpoint is converted
     with hugging_folder(options.place, options.tokenizer) as (folder, tokenizer):
         given = (str(folder), tokenizer, str(layout), vars(options))
         alone = layout.world_size == 1
@@ -77,7 +82,7 @@ def _measured(folder: str, tokenizer: str, layout: str, options: dict[str, Any])
 
     mesh = Mesh(layout, options["device"])
     scorer = scorer_of(folder, words_of(tokenizer), mesh, options["length"], options["batch"])
-    found = scorer.perplexity(texts_of(options["files"])) if options["files"] else {}
+    found = scorer.perplexity(texts_of(options["files"], tokenizer)) if options["files"] else {}
     tasks = [name.strip() for name in (options["tasks"] or "").split(",") if name.strip()]
     if tasks:
         found |= harness(scorer, tasks, options["task_folder"], options["limit"])

@@ -46,9 +46,14 @@ def generate(words: list[str]) -> int:
     prompts = list(_prompts(options))
     asked = [(given, sample) for given in prompts for sample in range(options.samples)]
     if len(asked) == 1 and not options.json:
+        wrote = False
         for piece in writer.write(_said(prompts[0]), how):
+            wrote = True
             print(terminal.plain(piece), end="", flush=True)
         print()
+        if not wrote and writer.chat is not None and "prompt" in prompts[0]:
+            said = "generate: the model ended the text at once. To ask it as in a conversation:"
+            print(f"{said} isograd chat {options.place}, or --prompts with messages", file=sys.stderr)
         return 0
     for first in range(0, len(asked), options.batch):
         batch = asked[first : first + options.batch]
@@ -120,12 +125,12 @@ def _talk(writer: Writer, how: Sampling, messages: list[Any]) -> None:
     """A conversation on the terminal, until its input ends."""
     from isograd.errors import ConfigError
 
-    told = False
+    told, asks = False, sys.stdin.isatty()
     for turn in itertools.count():
         try:
-            said = input("> ")
+            said = input("> " if asks else "")
         except (EOFError, KeyboardInterrupt):
-            print()
+            print("\n" if asks else "", end="")
             return
         if not said.strip():
             continue

@@ -72,6 +72,8 @@ def plan(words: list[str]) -> int:
 
     config, work, count = _read(options)
     device = machines.load(options.machine).shared(count)
+    if options.brief and options.gpus is not None and not options.layout:
+        parser.error("--brief is of one layout, the config's own: leave out --gpus, or leave out --brief for a search")
     if options.brief:
         print(_brief(config, device, options.measured))
         return 0

@@ -37,7 +37,7 @@ import numpy as np
 from isograd.data.dropped_content import no_chat, refuse_dropped_content, strings
 from isograd.data.manifest import SpecialTokens, Vocabulary
 from isograd.data.tokenizer import Ids, Tokenizer, load_json, of_bytes, of_json, special_pattern
-from isograd.errors import ChatError, DataError
+from isograd.errors import ChatError, DataError, did_you_mean
 from isograd.io.untrusted import parse_line
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ class Chats:
         """The text of a conversation, and where its answers lie."""
         answers = _answers(messages)
         if not answers:
-            raise no_chat("no message of the role 'assistant'", "no answer")
+            roles = ", ".join(repr(role) for role in dict.fromkeys(message["role"] for message in messages))
+            raise no_chat(f"no message of the role 'assistant', but of {roles}", "no answer")
         weights = [messages[number].pop("weight", 1) for number in answers]
         if any(weight not in (0, 1) for weight in weights) or not any(weights):
             seen = f"weights {weights[:8]} of the answers: 1 is learned, 0 is not, and one at least is 1"
@@ -295,7 +296,9 @@ def conversation(text: str) -> tuple[list[Any], Any]:
     messages = found.get("messages") if isinstance(found, dict) else None
     if not isinstance(messages, list) or not messages:
         if isinstance(found, dict) and "messages" not in found:
-            seen = ", ".join(map(repr, list(found)[:10]))
+            known = ("messages", "conversations")
+            near = [f"{key!r}{did_you_mean(key, known) if key not in known else ''}" for key in list(found)[:10]]
+            seen = ", ".join(near)
         else:
             seen = "nothing in it" if messages == [] else type(messages if isinstance(found, dict) else found).__name__
         raise no_chat(f"no list of messages under 'messages': {seen}", "no messages")
@@ -323,6 +326,8 @@ def _with_messages(found: dict[str, Any]) -> dict[str, Any]:
     if found.get("messages") is not None:
         return found
     if isinstance(turns := found.get("conversations"), list):
+        if all(isinstance(turn, dict) and "from" not in turn and {"role", "content"} <= turn.keys() for turn in turns):
+            return {**found, "messages": turns}
         messages = []
         for number, turn in enumerate(turns, 1):
             sender = turn.get("from") if isinstance(turn, dict) else None

@@ -242,6 +242,7 @@ IG942: a {kind} has no form that is known there
   fix:      keeper.save writes safetensors of any model; their tensors have its own names
 IG943: {target} exists already
   expected: a new folder, or an empty one
+  fix:      another name, or remove that folder
 IG944: no tokenizer in {tokenizer}
   expected: tokenizer.json, or its kin
 IG945: what was written is not what is read back: {path}
@@ -287,7 +288,7 @@ IG972: an encoder changed a tensor that its backward needs, or its inputs, in pl
             share its version
 IG990: no conversation to learn from
   expected: {{"messages": [{{"role": "user", "content": "..."}}, {{"role": "assistant", "content": "..."}}]}}, and
-            perhaps "tools"
+            perhaps "tools"; or {{"conversations": [{{"from": "human", "value": "..."}}, {{"from": "gpt", ...}}]}}
   fix:      fix or remove the line; isograd data build --chat --on-bad-lines skip leaves such lines out and counts them
 IG991: {folder} has no tokenizer with a chat template
   expected: a folder with tokenizer.json, tokenizer_config.json and a chat template

@@ -7,10 +7,12 @@ ZeRO 3 needs; all ranks call a Scorer together and have the same answers.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,10 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.core.mesh import Mesh
-from isograd.errors import DataError
+from isograd.errors import DataError, IsogradError
 
 Row = tuple[Sequence[int], int]  # tokens, and how many of the last are asked for
+Conversation = tuple[list[int], list[int]]  # tokens, and 1 for each that the assistant writes
 FEWEST = 2  # tokens of a text of which one is predicted
 
 
@@ -74,14 +77,26 @@ class Scorer:
             part = tokens[first : first + self.room]
             yield part, len(part) - 1
 
-    def perplexity(self, texts: Iterable[str]) -> dict[str, float]:
-        """Of texts, each by itself: the mean loss of a token, its exponential, and bits for each byte of the text."""
+    def answers(self, tokens: Sequence[int], counted: Sequence[int]) -> Iterator[Row]:
+        """A row for each run of tokens that are counted, behind as much of what stands before it as has room."""
+        places = [place for place in range(1, len(tokens)) if counted[place]]
+        starts = [place for place in places if place == 1 or not counted[place - 1]]
+        for start, following in pairwise([*starts, len(tokens)]):
+            end = next((place for place in range(start, following) if not counted[place]), following)
+            for first in range(start, end, self.room - 1):
+                last = min(first + self.room - 1, end)
+                yield tokens[max(0, last - self.room) : last], last - first
+
+    def perplexity(self, texts: Iterable[str | Conversation]) -> dict[str, float]:
+        """Of texts, each by itself, and of the answers in conversations: the mean loss of a token, its exponential, and
+        bits for each byte of the text."""
         rows, size, count = list[Row](), 0, 0
         for text in texts:
-            tokens = self.encode(text)
+            tokens, counted = (self.encode(text), None) if isinstance(text, str) else text
             if len(tokens) >= FEWEST:
-                rows += self.windows(tokens)
-                size += len(self.decode(tokens[1:]).encode())
+                rows += self.windows(tokens) if counted is None else self.answers(tokens, counted)
+                asked = [token for at, token in enumerate(tokens) if at and (counted is None or counted[at])]
+                size += len(self.decode(asked).encode())
                 count += 1
         if not rows:
             raise DataError("IG911", seen=f"no text of {FEWEST} tokens", path="what --files names")
@@ -124,11 +139,14 @@ def end_of(words: Mapping[str, Any]) -> int:
     return int(next(iter(words["ends"]), 0))
 
 
-def texts_of(files: Sequence[str]) -> Iterator[str]:
-    """The texts in files: `text` of each line or row of .jsonl and .parquet; any other file is one text."""
+def texts_of(files: Sequence[str], tokenizer: str) -> Iterator[str | Conversation]:
+    """The texts in files: `text` of each line or row of .jsonl and .parquet, or its conversation, by the tokenizer's
+    chat template; any other file is one text."""
+    from isograd.data.chats import Chats
     from isograd.data.texts import values
     from isograd.io.untrusted import read_text
 
+    chats: Chats | None = None
     for name in files:
         path = Path(name)
         if path.suffix not in (".jsonl", ".parquet"):
@@ -138,7 +156,16 @@ def texts_of(files: Sequence[str]) -> Iterator[str]:
             continue
         for number, value in values(path):
             text = value.get("text") if isinstance(value, dict) else None
-            if not isinstance(text, str):
-                fix = "lines of JSON with the key 'text'"
+            if isinstance(text, str):
+                yield text
+            elif isinstance(value, dict) and value.keys() & {"messages", "conversations", "instruction"}:
+                chats = chats or Chats(tokenizer)
+                try:
+                    ids, counted = chats(json.dumps(value, default=str))
+                except IsogradError as error:
+                    error.where = f"{path}, line {number}"
+                    raise
+                yield ids.tolist(), counted.tolist()
+            else:
+                fix = "lines of JSON with the key 'text', or conversations: 'messages', or 'conversations' of ShareGPT"
                 raise DataError("IG913", seen=f"{str(value)[:80]!r}", path=path, line=number, key="text", fix=fix)
-            yield text

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from isograd.core import rng
-from isograd.errors import ConfigError
+from isograd.errors import CheckpointError, ConfigError
 from isograd.generate.sampling import Sampling, draw
 from isograd.generate.text_stream import TextStream
 
@@ -67,14 +67,15 @@ class Writer:
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         there = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         cache, drawn = None, list[int | None]()
+        kept = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
         for place in range(max(limits)):
             filled = {}
             if len(prompts) > 1:
                 positions = (there.cumsum(1) - 1).clamp(0, self.room - 1)[:, -ids.shape[1] :]
                 filled = {"attention_mask": there, "position_ids": positions}
             sent = {name: tensor.to(self.model.device) for name, tensor in {"input_ids": ids, **filled}.items()}
-            output = self.model(**sent, past_key_values=cache, use_cache=True)
-            cache, before = output.past_key_values, drawn
+            output = self.model(**sent, **{kept: cache}, use_cache=True)
+            cache, before = getattr(output, kept), drawn
             drawn = [
                 draw(logits, key, place, how) if place < limit and (not before or before[row] is not None) else None
                 for row, (logits, key, limit) in enumerate(zip(output.logits[:, -1], keys, limits, strict=True))
@@ -147,24 +148,38 @@ def open_writer(place: str | Path, *, tokenizer: str | None = None, device: str 
 @contextmanager
 def hugging_folder(place: str | Path, tokenizer: str | None) -> Iterator[tuple[Path, str]]:
     """A Hugging Face folder of a place, and its tokenizer: 'bytes' or a folder. A checkpoint's lasts while inside."""
+    from isograd.checkpoint.read import open_whole
     from isograd.hf.export import convert
     from isograd.io import hub, tempdir
     from isograd.io.untrusted import CONFIG, read_json
 
-    place = Path(hub.local(str(place)))
+    found, place = tokenizer_of(place, tokenizer), Path(hub.local(str(place)))
     checkpoint = None if (place / "config.json").is_file() else _checkpoint_of(place)
-    found = tokenizer or (str(place) if checkpoint is None else _tokenizer_of_run(checkpoint))
     words_of(found)
+    if checkpoint is None:
+        config = dict(read_json(place / "config.json", CONFIG, nan=True, follow=True))
+    else:
+        config = (open_whole(checkpoint).manifest.model or {}).get("config") or {}
+    named = str((config.get("architectures") or [""])[0])
+    if config.get("score") or named.endswith("ForSequenceClassification"):
+        raise ConfigError(
+            "IG645", seen=f"a model that scores texts, and writes none: {named or 'a reward model'}", place=place,
+            expected="a model that predicts the next token",
+            fix="isograd ckpt convert, then transformers' AutoModelForSequenceClassification",
+        )  # fmt: skip
     with tempfile.TemporaryDirectory(dir=tempdir.home()) as home:
         copied = found if Path(found, TOKENIZER).is_file() else None
-        folder = place if checkpoint is None else convert(checkpoint, Path(home, "model"), tokenizer=copied)
-        named = dict(read_json(folder / "config.json", CONFIG, nan=True, follow=True)).get("architectures") or [""]
-        if str(named[0]).endswith("ForSequenceClassification"):
-            raise ConfigError(
-                "IG645", seen=f"a model that scores texts, and writes none: {named[0]}", place=place,
-                expected="a model that predicts the next token", fix="isograd ckpt convert, then transformers' class",
-            )  # fmt: skip
-        yield folder, found
+        yield place if checkpoint is None else convert(checkpoint, Path(home, "model"), tokenizer=copied), found
+
+
+def tokenizer_of(place: str | Path, tokenizer: str | None) -> str:
+    """The one that is named; else that of a Hugging Face folder, or of the run of a checkpoint."""
+    from isograd.io import hub
+
+    place = Path(hub.local(str(place)))
+    if tokenizer or (place / "config.json").is_file():
+        return tokenizer or str(place)
+    return _tokenizer_of_run(_checkpoint_of(place))
 
 
 def words_of(tokenizer: str) -> dict[str, Any]:
@@ -190,7 +205,15 @@ def _checkpoint_of(place: Path) -> Path:
 
     if not place.is_dir():
         raise ConfigError("IG645", seen="no such folder", place=place)
-    found: Path = one_of(place)
+    if (place / "adapter_config.json").is_file():
+        fix = "isograd ckpt convert RUN OUT --tokenizer DIR, without --adapters: the merged model"
+        raise ConfigError("IG645", seen="adapters without their model", place=place, fix=fix)
+    try:
+        found: Path = one_of(place)
+    except CheckpointError as error:
+        if (place / "config.yaml").is_file():
+            error.fix = "wait for the run's first checkpoint (checkpoint.every), or end it by Ctrl-C, which saves"
+        raise
     return found
 
 
