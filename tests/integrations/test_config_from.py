@@ -199,6 +199,14 @@ def test_files_of_accelerate() -> None:
         assert [row.key for row in rows if row.fate == "refused"] == [key]
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", '["batch"]', "8", '"zero"'])
+def test_a_file_without_keys_is_no_config(tmp_path: Path, text: str) -> None:
+    for name in ("args.json", "args.yaml"):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(IntegrationError, match=r"IG863[\s\S]*no config of another program"):
+            read(str(tmp_path / name), None)
+
+
 def test_whose_file_it_is_is_seen_by_its_keys(tmp_path: Path) -> None:
     for name, text, kind in (
         ("a.json", '{"zero_optimization": {"stage": 1}}', "deepspeed"),

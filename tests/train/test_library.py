@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from isograd.cli.main import main
 from isograd.core.mesh import Mesh
 from isograd.data import Mixture, builtin_chats
-from isograd.errors import IsogradError, LaunchError
+from isograd.errors import CheckpointError, IsogradError, LaunchError
 from isograd.hf.force_fp64 import ForceFP64
 from isograd.hf.training_rows import positions, refuse_packing
 from isograd.train import journal, library, loop, preference, texts
@@ -235,6 +236,20 @@ def test_a_run_with_adapters_resumes_under_another_layout_and_is_written_for_pef
     torch.testing.assert_close(merged(tokens).logits, models[0](tokens).logits, rtol=1e-6, atol=1e-6)
     bad = ["ckpt", "convert", str(whole.folder / "checkpoints"), str(tmp_path / "x"), "--adapters", "--dtype", "bf16"]
     assert main(bad) == 2
+
+
+def test_a_resume_with_another_scale_of_adapters_or_other_positions_is_refused(tmp_path: Path) -> None:
+    """Both leave the shapes of all tensors as they are."""
+    base(tmp_path)
+    config = config_of(tmp_path / "run", "chat", evaluate={})
+    assert loop.run(config, replace(QUIET, until=1)).code == 75
+    other = config_of(tmp_path / "run", "chat", evaluate={}, adapter={**LORA, "alpha": 6})
+    with pytest.raises(CheckpointError, match=r"IG937[\s\S]*adapters of \S+q_proj is 1\.66\d* there and 2\.0 h"):
+        loop.run(other, QUIET)
+    described = tmp_path / "base" / "config.json"
+    described.write_text(described.read_text().replace('"rope_theta": 1', '"rope_theta": 2'))
+    with pytest.raises(CheckpointError, match=r"IG937[\s\S]*rope_parameters is .* there and"):
+        loop.run(config, QUIET)
 
 
 @pytest.mark.medium

@@ -26,6 +26,7 @@ from isograd.train.config import Config
 from isograd.train.language import LanguageTask
 from isograd.train.loop import RunOptions, RunOutcome
 from isograd.train.run.signals import STOPPED
+from isograd.train.task import Evaluated
 
 QUIET = RunOptions(show="none", signals=())
 
@@ -113,6 +114,25 @@ def test_an_evaluation_that_a_stop_came_before_is_made_up_for_by_the_resume(text
     assert loop.run(config, QUIET).code == loop.run(config, QUIET).code == 0
     lines = journal.read(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines if line.get("event") == "evaluation"] == [2, 4, 6]
+
+
+def test_an_evaluation_made_up_for_counts_for_the_best_checkpoint_and_for_patience(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped before each evaluation ends where the run that goes on ends, with its best checkpoint."""
+    held_out = {2: 1.0, 4: 2.0, 6: 3.0}
+    for name, untils in (("whole", [None]), ("cut", [2, 4, None, None])):
+        coming = iter(held_out.values())
+        monkeypatch.setattr(LanguageTask, "evaluate", lambda *_, coming=coming: Evaluated(next(coming), 1.0))
+        config = config_of(
+            tmp_path / name, text, evaluate={"every": 2, "patience": 2}, steps=8,
+            checkpoint={"keep_last": 1, "keep_best": "eval_loss"},
+        )  # fmt: skip
+        for until in untils:
+            done = loop.run(config, replace(QUIET, until=until))
+        assert (done.code, done.step) == (0, 6)
+        assert json.loads((config.checkpoints / "best").read_text()) == {"step": 2}
+        assert [step for step, _ in checkpoints(config.checkpoints)] == [2, 6]
 
 
 def interrupt(step: int, job: LanguageTask, *, at: int, rank: int) -> None:

@@ -276,10 +276,10 @@ def _type(value: Any) -> object:
 
 
 def _unlike(there: dict[str, Any] | None, here: dict[str, Any] | None) -> list[str]:
-    """The options in which two models of isograd differ, and so compute different things, even with equal shapes."""
-    if there is None or here is None or not there["kind"] == here["kind"] == "isograd":
+    """The options in which two models differ, and so compute different things, even with equal shapes."""
+    if there is None or here is None or there["kind"] != here["kind"]:
         return []
-    before, now = _options(there["config"]), _options(here["config"])
+    before, now = (_options(each["config"]) if each["kind"] == "isograd" else _adapted(each) for each in (there, here))
     names = [name for name in before if name in now and before[name] != now[name]]
     return [f"{name} is {before[name]!r} there and {now[name]!r} here" for name in names]
 
@@ -289,6 +289,13 @@ def _options(config: dict[str, Any]) -> dict[str, Any]:
     experts = config.get("experts")
     experts = experts if isinstance(experts, dict) else {}
     return found | {f"experts.{name}": value for name, value in experts.items() if name not in FREE_OF_EXPERTS}
+
+
+def _adapted(model: dict[str, Any]) -> dict[str, Any]:
+    """Of a model of transformers: the positions that its config describes, and what its adapters are multiplied by."""
+    found = {name: value for name, value in model["config"].items() if name.startswith("rope_")}
+    scales = model.get("adapters", {}).get("scales", {})
+    return found | {f"the scale of adapters of {name}": scale for name, scale in scales.items()}
 
 
 def _cast(there: dict[str, Any], here: dict[str, Any]) -> list[str]:

@@ -85,8 +85,12 @@ def read(source: str, kind: str | None) -> tuple[object, str]:
         if kind == "megatron" or (kind is None and not source.endswith((".yaml", ".yml")) and "--" in text):
             return megatron_config.arguments_of(text), "megatron"
         values = yaml_reader.parse(text)
-    names = values if isinstance(values, dict) else {}
-    known = (name for name, telling in TELLING.items() if any(key in names for key in telling))
+    if not isinstance(values, dict) or not values:
+        raise IntegrationError(
+            "IG863", f"{source} is no config of another program", seen=f"{repr(values)[:60]}",
+            expected="keys, each with its value", fix="give the file that the other program reads",
+        )  # fmt: skip
+    known = (name for name, telling in TELLING.items() if any(key in values for key in telling))
     return values, kind or next(known, "trainer")
 
 

@@ -260,10 +260,14 @@ class _Run:
         step = self.start
         if early := self._stopping(step):
             return early
+        if self.config.evaluate.first and step == 0:
+            self._evaluate(step)
+        elif self._missed_evaluation(step):
+            self._evaluate(step)
+            if self.config.evaluate.patience or self.config.checkpoint.keep_best:  # which the checkpoint has to know
+                self.keeper.save(step, self._extra())
         if self._stops_early(step):
             return self._finish(step)
-        if (self.config.evaluate.first and step == 0) or self._missed_evaluation(step):
-            self._evaluate(step)
         began, at = time.perf_counter(), step
         for batch in self._batches(step):
             self.profile.before(step + 1)
@@ -377,11 +381,8 @@ class _Run:
         """Evaluate and save when they are due after a step. An outcome: the run ends here."""
         config, last = self.config, step == self.config.steps
         saves = ending is not None or last or is_due(step, config.checkpoint.every)
-        better = self.best
         if ending is None and (last or is_due(step, config.evaluate.every)):
-            self._evaluate(step)
-        if config.checkpoint.keep_best and self.best != better:
-            self.keeper.best, saves = step, True
+            saves |= self._evaluate(step) and config.checkpoint.keep_best is not None
         if ending is None and not last and self._stops_early(step):
             ending = self._outcome(0, step, "")
         if saves or ending is not None:
@@ -429,18 +430,22 @@ class _Run:
         found = any(line.get("event") == "evaluation" and line.get("step") == step for line in lines)
         return _any_rank(self.mesh, self.log is not None and not found)[0]
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> bool:
+        """Evaluate on the held-out rows; returns whether no earlier loss of them was as low."""
         with averaged(self.task.engine):
             found = self.task.evaluate(self.watchdog.beat)
+        better = found is not None and found.loss < (math.inf if self.best is None else self.best)
         if found is not None:
-            better = found.loss < (math.inf if self.best is None else self.best)
             self.not_better = 0 if better else self.not_better + 1
             self.best = found.loss if better else self.best
+            if better and step and self.config.checkpoint.keep_best:
+                self.keeper.best = step
             if self.copies is not None:
                 self.copies.extra.update(self._extra())
         if self.log is not None and found is not None:
             unit = self.task.unit
             self.log.write(step=step, event="evaluation", loss=found.loss, weight=found.weight, unit=unit, **found.more)
+        return better
 
     def _show(self, step: int, steps: int, seconds: float, stats: Stats, rate: float) -> None:
         mine = torch.tensor([most_memory(self.mesh.device), self.waited], dtype=torch.float64, device=self.mesh.device)
