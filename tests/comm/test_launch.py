@@ -142,6 +142,18 @@ def one_refuses() -> None:
     raw.barrier(Mesh("dp2").group("world"))
 
 
+def closes_its_connections() -> int:
+    mesh = Mesh("dp2")
+    raw.leave("an interrupt")
+    return mesh.rank
+
+
+def test_a_world_whose_ranks_closed_their_connections_has_new_ones_in_the_next_run() -> None:
+    with World(2) as world:
+        assert world.run(closes_its_connections) == [0, 1]
+        assert [rank for rank, *_ in world.run(who, 0)] == [0, 1]  # torch's traceback, of a place to meet
+
+
 def test_an_error_of_isograd_on_a_rank_comes_back_as_itself_with_its_exit_code() -> None:
     """FAILURES B12: exit 1 behind worker frames. The command line prints the cause alone."""
     with pytest.raises(LaunchError) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -211,3 +212,29 @@ def test_after_closed_connections_no_advice_leads_in_a_circle() -> None:
     """IG550 said: call discard; discard: IG207, end the processes."""
     first, _ = threads.run(cut_off, 2, timeout=30)
     assert all("IG207" in text and "resume from the last checkpoint" in text for text in first[1:]), first
+
+
+def cut_off_and_read(layout: str) -> list[str]:
+    """Rank 1 is interrupted in a message of its step; then both try forwards, and to read the parameters."""
+    mesh, model, said = Mesh(layout), net(), list[str]()
+    engine = ig.Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    for number in range(3):
+        with suppress(KeyboardInterrupt, ig.IsogradError):
+            engine.backward(model(torch.ones(2, 64).double()).mean(), 2)
+            if mesh.rank == 1 and not number:
+                with raw.abort_group_on_interrupt():
+                    raise KeyboardInterrupt
+            engine.step()
+    for _ in range(2):
+        try:
+            with engine.full_parameters():
+                said.append("read")
+        except ig.IsogradError as error:
+            said.append(error.code)
+    return said
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero3"])
+def test_after_closed_connections_no_parameters_are_read(layout: str) -> None:
+    """At ZeRO 3 they had no memory (reads beyond it), below they differed between ranks."""
+    assert threads.run(cut_off_and_read, 2, layout, timeout=30) == [["IG207", "IG207"]] * 2

@@ -11,7 +11,7 @@ from torch import nn
 
 from isograd.core.contract import Shard, declare
 from isograd.core.mesh import Mesh
-from isograd.engine import DataParallel, Engine
+from isograd.engine import DataParallel, Engine, LossScale
 from isograd.errors import IsogradError
 from isograd.models import Transformer, preset
 
@@ -169,6 +169,42 @@ def contract_replaced() -> None:
     Engine(model, mesh, toys.sgd)
 
 
+def clip_below_zero() -> None:
+    fresh(clip=-1.0)
+
+
+def clip_in_words() -> None:
+    fresh(clip="1")
+
+
+def clip_of_each_rank() -> None:
+    fresh(clip=0.1 * (1 + Mesh("dp2").rank))
+
+
+def loss_scale_on_one_rank() -> None:
+    fresh(loss_scale=LossScale() if Mesh("dp2").rank else None)
+
+
+def loss_scale_changed_on_one_rank() -> None:
+    mesh, model, engine = fresh(loss_scale=LossScale())
+    assert engine.loss_scale is not None
+    engine.loss_scale.value *= 1 + mesh.rank
+    engine.backward(loss_of(model), 3)
+    engine.step()
+
+
+def trained_views_in_two_orders() -> None:
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    model[1].weight.data = model[0].weight.data.t()
+    Engine(model, Mesh("dp2 zero1"), toys.sgd)
+
+
+def values_replaced_at_zero3() -> None:
+    _, model, engine = fresh("dp2 zero3")
+    model.last.weight.data = torch.ones_like(model.last.weight)
+    engine.backward(loss_of(model), 3)
+
+
 REFUSED: dict[Callable[[], None], tuple[str, str]] = {
     experts_in_data_parallel: ("IG539", "last.weight over ep"),
     experts_that_owe_dp: ("IG304", "data axes 'dp cp', cut over 'ep'"),
@@ -194,6 +230,13 @@ REFUSED: dict[Callable[[], None], tuple[str, str]] = {
     model_cast_later: ("IG517", "the model was changed"),
     model_frozen_later: ("IG517", "first.weight"),
     contract_replaced: ("IG301", "norm.weight"),
+    clip_below_zero: ("IG522", "clip=-1.0"),
+    clip_in_words: ("IG522", "clip='1'"),
+    clip_of_each_rank: ("IG522", "clip is 0.1 or 0.2"),
+    loss_scale_on_one_rank: ("IG522", "loss_scale is"),
+    loss_scale_changed_on_one_rank: ("IG548", "the loss scale on ranks [1]"),
+    trained_views_in_two_orders: ("IG573", "['0.weight', '1.weight']"),
+    values_replaced_at_zero3: ("IG517", "last.weight"),
 }
 
 

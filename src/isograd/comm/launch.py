@@ -80,10 +80,13 @@ class World:
         try:
             if job is not None:
                 self._ranks.send(job)
-            return self._ranks.collect(timeout)
+            values = self._ranks.collect(timeout)
         except BaseException:
             self.close(kill=True)
             raise
+        if self._ranks.have_left:
+            self.close()
+        return values
 
     @property
     def pids(self) -> list[int]:
@@ -108,7 +111,7 @@ class _Ranks:
 
     def __init__(self, world: World, first: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
         context, forked = start_method()
-        self._busy = world._busy
+        self._busy, self.have_left = world._busy, False
         self.directory = tempfile.mkdtemp(prefix="world-", dir=tempdir.home())
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
@@ -157,6 +160,7 @@ class _Ranks:
                 raise self._failure(answers)
             if not news and end is not None and time.monotonic() >= end:
                 raise self._hang(answers, timeout)
+        self.have_left = any(answer.has_left for answer in answers.values())
         return [answers[rank].value for rank in range(len(self.pipes))]
 
     def _listen(self, answers: dict[int, Answer], timeout: float | None) -> bool:

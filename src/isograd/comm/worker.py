@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -55,6 +55,7 @@ class Answer:
     payload: bytes | str  # pickled value, or a traceback
     when: float  # by `time.monotonic`: all processes of a machine read one clock
     error: tuple[str | None, ...] | None = None  # one of isograd's errors: code, what, and PARTS
+    has_left: bool = False  # its world: the rank can run nothing more
 
     @property
     def value(self) -> Any:
@@ -89,7 +90,8 @@ def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
         first = None  # the caller ends this process
     job = first if first is not None else _next(jobs, watcher)
     while job is not None:
-        jobs.send(_do(job))
+        answer = _do(job)
+        jobs.send(replace(answer, has_left=seat.nproc > 1 and raw.world_process_group() is None))
         job = _next(jobs, watcher)
     raw.leave()
     # Not sys.exit: gloo's threads abort an interpreter that unwinds under them.

@@ -98,7 +98,8 @@ class Engine:
         self.pipeline = validation.pipeline_of(model, mesh, reproducible)
         self.table = contracts(model, mesh)
         widest = validation.most_trained(self.table, mesh)
-        validation.check_supported_parameters(model, self.table, mesh)
+        options = {"clip": clip, "reproducible": reproducible, "overlap": overlap, "bucket_mb": bucket_mb}
+        validation.check_supported_parameters(model, self.table, mesh, options | {"loss_scale": loss_scale})
         stage = mesh.layout.zero
         parts = (repeated_blocks(model) if blocks is None else list(blocks)) if stage == 3 else []
         owners = muon.owners(self.table, mesh, matrices)
@@ -383,6 +384,7 @@ class Engine:
         rows. `assemble(p.detach(), engine.table.records[name].contract, engine.mesh)` of isograd.core.contract,
         called on all ranks, returns the tensor of all tp and ep ranks.
         """
+        raw.refuse_closed(self.mesh.group("world"))
         if self._units is not None:
             self._units.gather_all()
         try:
@@ -459,7 +461,7 @@ class Engine:
         more = {"inputs": self._inputs.columns(), "terms": columns, "device": can}
         return step_status.gather_step_status(
             step_state, status, wrong, more, partial(self._decide, status=status, whole=whole), self._drop, own,
-            self._sharded_optimizer.settings(), may_be_late=True,
+            self._sharded_optimizer.settings(self.clip, repr(self.loss_scale)), may_be_late=True,
         )  # fmt: skip
 
     def _decide(self, table: StepStatus, status: Status, whole: bool) -> None:

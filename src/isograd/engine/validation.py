@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,9 +41,11 @@ def refuse_wrapped(model: nn.Module, mesh: Mesh) -> None:
             raise EngineError("IG557", seen=seen, where=mesh.describe_rank())
 
 
-def check_supported_parameters(model: nn.Module, table: ContractTable, mesh: Mesh) -> None:
+def check_supported_parameters(
+    model: nn.Module, table: ContractTable, mesh: Mesh, options: Mapping[str, object] = MappingProxyType({})
+) -> None:
     """The engine trains real gradients, one value for each element. On all ranks alike: stages hold different
-    parameters."""
+    parameters. `options`: by which ranks scale, or send and wait."""
     _warn_of_half_sums(model, mesh)
     complex_ones = [r.name for r in table if r.parameter.requires_grad and r.parameter.is_complex()]
     sparse = [
@@ -51,8 +54,16 @@ def check_supported_parameters(model: nn.Module, table: ContractTable, mesh: Mes
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
     ]
     hooked = [r.name for r in table if hooks_of(r.parameter)]
-    notes = all_gather_object([complex_ones, sparse, hooked], mesh)
+    notes = all_gather_object(
+        [complex_ones, sparse, hooked, {name: str(value) for name, value in options.items()}], mesh
+    )
     complex_ones, sparse, hooked = (list(dict.fromkeys(n for note in notes for n in note[kind])) for kind in range(3))
+    given = {name: {note[3][name] for note in notes} for name in options}
+    unlike = [f"{name} is {' or '.join(sorted(values))}" for name, values in given.items() if len(values) > 1]
+    clip = options.get("clip")
+    if unlike or not (clip is None or (isinstance(clip, Real) and float(clip) >= 0)):
+        seen = "; ".join(unlike) or f"clip={clip!r}"
+        raise EngineError("IG522", seen=seen, where=mesh.describe_rank())
     if hooked:
         raise EngineError("IG545", where=mesh.describe_rank(), names=hooked[:8])
     if complex_ones:
@@ -132,6 +143,25 @@ def check_accumulation(mode: str, mesh: Mesh, *, overlap: bool, reproducible: bo
     raise EngineError("IG532", what, seen=f"accumulate={mode!r}", expected=expected, where=mesh.describe_rank())
 
 
+def refuse_untied(plan: Plan, mesh: Mesh) -> None:
+    """What is made contiguous gets memory of its own: parameters that shared elements would part there."""
+    alike: dict[int, list[Any]] = {}
+    for slot in plan.slots:
+        if not slot.parameter.is_meta:
+            alike.setdefault(slot.parameter.untyped_storage().data_ptr(), []).append(slot)
+    for slots in alike.values():
+        if len(slots) > 1 and not all(slot.parameter.is_contiguous() for slot in slots):
+            taken = torch.zeros(slots[0].parameter.untyped_storage().nbytes(), dtype=torch.bool)
+            for slot in slots:
+                strides = slot.parameter.stride()
+                shape = [size if stride else 1 for size, stride in zip(slot.parameter.shape, strides, strict=True)]
+                place = taken.as_strided(shape, strides, slot.parameter.storage_offset())
+                if place.any():
+                    names = [slot.name for slot in slots]
+                    raise EngineError("IG573", seen=f"{names}, in different orders", where=mesh.describe_rank())
+                place.fill_(True)
+
+
 def check_plan(plan: Plan, mesh: Mesh) -> None:
     """Members that will add shards hold the same names, shapes and rows; storage is what shards can be views of."""
     for axes in sorted(
@@ -139,6 +169,7 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
     ):
         what = "the trainable parameters" if axes == DATA else f"the parameters that owe {axes!r}"
         check_same(mesh, axes, plan.fingerprint(axes), what)
+    refuse_untied(plan, mesh)
     for slot in plan.slots:
         if slot.parameter.grad is not None:
             raise EngineError("IG507", where=mesh.describe_rank(), name=slot.name)

@@ -274,10 +274,11 @@ class ShardedOptimizer:
         moves = self.offload or self.average is not None or bool(self.across.slots) or any(hooks)
         return not moves and self._divides(1.0) and all(map(_has_state, muon.members(self.optimizer)))
 
-    def settings(self) -> int:
-        """A digest of the numbers that each parameter group is set to, which all ranks of a stage have in common."""
+    def settings(self, *more: object) -> int:
+        """A digest of the numbers that each parameter group is set to, and of `more`, which all ranks of a stage have
+        in common."""
         plain = [{n: _plain(v) for n, v in group.items() if n != "params"} for group in self.optimizer.param_groups]
-        return crc32(repr(plain).encode())
+        return crc32(repr((plain, *map(_plain, more))).encode())
 
     @torch.no_grad()
     def take_edits(self) -> None:

@@ -90,6 +90,8 @@ IG520: reproducible sums are not built for pipelines
   expected: reproducible=False, or a layout without pp
 IG521: engine.backward cannot run a pipeline
   expected: engine.train_step(batch, micro_batches=k), which runs every layout
+IG522: an option of the Engine that is none, or that is not the same on all ranks
+  expected: clip: None, or a number from 0; the same options on all ranks
 IG523: a rank of the pipeline has nothing to train
   expected: at least one on each
   fix:      give split= so that each rank has a layer that trains, or use fewer pp ranks
@@ -159,7 +161,7 @@ IG547: ranks of one tp group have different losses of one batch
   expected: the whole loss on every rank of a tp group, computed in the same way
   fix:      scale, mask or add to the loss alike on all ranks of a tp group
 IG548: the optimizers of ranks that train one model are set differently
-  seen:     lr, decay or another number of a group on ranks {unlike} is not that of rank {first}
+  seen:     lr, decay or another number of a group, clip or the loss scale on ranks {unlike} is not that of rank {first}
   expected: equal groups on all ranks, which step copies or rows of the same parameters
   fix:      drive schedules by what all ranks share: stats.loss of engine.step(), not a rank's own loss
 IG549: a loss counts by its rows, and they are not known
@@ -229,7 +231,7 @@ IG572: data ranks use different parts of the model at the same time
   expected: the same blocks in the same order on every data rank, at ZeRO 3: each call gathers parameters
   fix:      choose skipped blocks (LayerDrop) with the same random numbers on all ranks; run as many forwards and
             backwards on each, with weight 0 where a rank has no data; or use zero2
-IG573: two parameters share memory, which ZeRO 3 cannot shard
+IG573: two parameters share memory, which cannot be sharded
   expected: one nn.Parameter under two names (a tie), or memory of their own
   fix:      assign the same nn.Parameter to both modules, or clone one of the two; or use zero2
 IG574: {use} of a ZeRO 3 model whose parameters are not gathered

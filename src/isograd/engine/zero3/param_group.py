@@ -306,9 +306,11 @@ class Zero3Hooks:
 
     def abort(self, said: str = "gave up a forward or a backward") -> None:
         """Back to the state between two steps, after an exception. Waits for no other rank; tells those that wait."""
-        if self._run.epoch == self._check.epoch and not self._readers:
-            self._check.abort(said)
-        self._clear()
+        try:
+            if self._run.epoch == self._check.epoch and not self._readers:
+                self._check.abort(said)
+        finally:  # its connections may be closed: what is not there must not be taken for full
+            self._clear()
 
     def _announce(self, said: str, number: int = MEETING) -> Announcement | None:
         """Nothing while everything is full: a rank may call the model by itself."""
@@ -352,13 +354,14 @@ class Zero3Hooks:
         if group.state is GroupState.SHARDED:
             group.state = GroupState.UNSHARDED
         missing = [param for param in group.params if not param.users]
+        if missing:
+            number, gathers = group.gathers(missing)
+            announcement = self._check.announce(number, f"gathers {group.name} in {self._run.words}")
+            self._pending.append((announcement, missing))
         for param in group.params:
             param.users.add(group.number)
         if not missing:
             return
-        number, gathers = group.gathers(missing)
-        announcement = self._check.announce(number, f"gathers {group.name} in {self._run.words}")
-        self._pending.append((announcement, missing))
         for param in missing:
             param.alloc_full()
         for packing, params in gathers:
@@ -402,11 +405,15 @@ class Zero3Hooks:
         self._readers += 1
 
     def _gather_for_readers(self) -> None:
-        for group in self.groups:
-            self.unshard(group)
-            for param in group.params:
-                param.users.add(READERS)
-        self.wait_for_unshard()
+        try:
+            for group in self.groups:
+                self.unshard(group)
+            self.wait_for_unshard()
+        except BaseException:
+            self._clear()
+            raise
+        for param in self.params.values():
+            param.users.add(READERS)
 
     @torch.no_grad()
     def take_edits(self) -> None:

@@ -33,6 +33,8 @@ class ShardedParam:
 
     def alloc_full(self) -> None:
         """Give the full parameter memory, into which all rows come, mine as well."""
+        if self.slot.parameter.data_ptr() != self.absent.data_ptr():  # values that would be lost
+            raise EngineError("IG517", names=[self.slot.name])
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
         self.slot.parameter.data = self.full
         self.is_filling = True
