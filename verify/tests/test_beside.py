@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -44,8 +43,12 @@ def second_run(program: Callable[..., None], directory: str, file: str, *args: A
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with Capture(directory, steps=2, lenient=True) as capture:
         Feed(capture, Path(file), done)
-        with contextlib.suppress(Done, ValueError):  # a program's own error ends its process, and no other
+        try:
             program(*args)
+        except Done:
+            pass
+        except Exception as error:  # a program's own error ends its process, and no other
+            capture.out.about["died"] = f"{type(error).__name__}: {error}"
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ alone and beside one device."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -82,10 +83,12 @@ def watched(worlds: Worlds, tmp_path: Path) -> Callable[..., Subject]:
 def both(judged: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Subject]]:
     """What is said of a program alone, and beside one device."""
     alone: list[Subject] = []
-    monkeypatch.setattr("verify.tests.test_beside.inspect", lambda home: alone.append(inspect(home)) or alone[-1])
+    monkeypatch.setattr(
+        "verify.tests.test_beside.inspect", lambda home: alone.append(inspect(home)) or copy.deepcopy(alone[-1])
+    )
 
-    def judge(program: Callable[..., None], *args: Any) -> list[Subject]:
-        beside = judged(program, *args)
+    def judge(program: Callable[..., None], *args: Any, ranks: int = 2) -> list[Subject]:
+        beside = judged(program, *args, ranks=ranks)
         return [alone[-1], beside]
 
     return judge
