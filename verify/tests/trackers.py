@@ -325,21 +325,21 @@ class Tasks(nn.Module):
         super().__init__()
         self.body, self.heads = nn.Linear(6, 8), nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
 
-    def forward(self, x: Tensor, every: bool) -> Tensor:
+    def forward(self, x: Tensor, task: Tensor, every: bool) -> Tensor:
         x = torch.tanh(self.body(x))
-        own, other = (head(x) for head in (self.heads[::-1] if dist.get_rank() else self.heads))
-        return own + 0 * other if every else own
+        own = self.heads[int(task[0])](x)
+        return own + 0 * sum(head(x) for head in self.heads) if every else own
 
 
-def heads_by_rank(wrong: bool = True) -> None:
-    """Each rank has a task of its own, under FSDP2, which reduces the gradients that a rank has in one buffer. `wrong`:
-    the other task's head has none."""
+def tasks(wrong: bool = True) -> None:
+    """Each rank has rows of another task, under FSDP2, which reduces the gradients that a rank has in one buffer.
+    `wrong`: the other task's head has none."""
     model = seeded(Tasks)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
-        x, y = rows(5, 6, seed=step), rows(5, 3, seed=50 + step)
-        F.mse_loss(model(x, not wrong), y).backward()
+        x, y, task = rows(5, 6, seed=step), rows(5, 3, seed=50 + step), torch.full((5,), dist.get_rank())
+        F.mse_loss(model(x, task, not wrong), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
