@@ -184,11 +184,12 @@ def late_layer() -> None:
     descend(model)
 
 
-def unfrozen_later() -> None:
-    """Wrong: the block is frozen when DDP is made and learns from the second step on."""
+def unfrozen_later(wrong: bool = True) -> None:
+    """The block learns from the second step on. Wrong: it is frozen when DDP is made."""
     model = net()
+    wrapped = None if wrong else DistributedDataParallel(model, find_unused_parameters=True)
     model.block.requires_grad_(False)
-    wrapped = DistributedDataParallel(model)
+    wrapped = wrapped or DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         if step == 1:

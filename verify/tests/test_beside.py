@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -44,8 +43,12 @@ def second_run(program: Callable[..., None], directory: str, file: str, *args: A
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with Capture(directory, steps=2, lenient=True) as capture:
         Feed(capture, Path(file), done)
-        with contextlib.suppress(Done, ValueError):  # a program's own error ends its process, and no other
+        try:
             program(*args)
+        except Done:
+            pass
+        except Exception as error:  # a program's own error ends its process, and no other
+            capture.out.about["died"] = f"{type(error).__name__}: {error}"
 
 
 @pytest.fixture
@@ -173,7 +176,7 @@ def test_a_program_that_cannot_be_driven_is_told_what_to_change(
     assert subject.verdict != PASS
 
 
-def test_the_command_with_one_rank() -> None:
+def test_the_command_with_one_rank() -> None:  # V3
     one = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "1", "train.py", "--num-processes", "8"]
     assert beside.single_rank([*one[:4], "4", *one[5:]]) == one
     assert beside.single_rank(["mpirun", "-np", "4", "train.py"]) == ["mpirun", "-np", "1", "train.py"]
@@ -202,7 +205,7 @@ def test_the_command_with_one_rank() -> None:
         (alone.ring, (True,), "permuted", ""),
     ],
 )
-def test_what_stood_in_the_way_of_one_device_does_no_longer(
+def test_what_stood_in_the_way_of_one_device_does_no_longer(  # V2
     judged: Any, program: Any, args: tuple[Any, ...], wrong: str, bug: str
 ) -> None:
     right = judged(program, "", *args)
@@ -230,7 +233,9 @@ def test_labels_that_each_rank_weighs_otherwise_are_no_mean_of_means_where_their
         (alone.weighed, ("", 0.5, "sum"), "in weighed is a mean over them or is divided by a fixed number"),
     ],
 )
-def test_the_line_that_stands_in_the_way_is_named(judged: Any, program: Any, args: tuple[Any, ...], line: str) -> None:
+def test_the_line_that_stands_in_the_way_is_named(  # V2
+    judged: Any, program: Any, args: tuple[Any, ...], line: str
+) -> None:
     found = judged(program, *args).findings[0]
     assert found.verdict == INCONCLUSIVE
     assert "verify/tests/alone.py:" in found.sentence and line in found.sentence
@@ -269,7 +274,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_that_starts_its_ranks_itself_starts_one_beside_one_device(tmp_path: Path) -> None:
+def test_a_program_that_starts_its_ranks_itself_starts_one_beside_one_device(tmp_path: Path) -> None:  # V2, V3
     (tmp_path / "spawned.py").write_text(SPAWNED)
     command = [sys.executable, str(tmp_path / "spawned.py")]
     report, code = run(command, tmp_path / "recording", calls=True)

@@ -188,7 +188,7 @@ SHELL = 'for RANK in 0 1; do export RANK WORLD_SIZE=2 MASTER_ADDR=127.0.0.1; "$0
 @pytest.mark.medium
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn", "shell"])
 @pytest.mark.parametrize(("divide", "verdict"), [("mean", "BUG"), ("sum", "PASS")])
-def test_one_environment_variable_watches_whatever_starts_ranks(
+def test_one_environment_variable_watches_whatever_starts_ranks(  # V3
     python: Path, tmp_path: Path, launcher: str, divide: str, verdict: str
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)

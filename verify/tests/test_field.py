@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import isograd_verify
+from isograd_verify.compare import diagnose
 from isograd_verify.compare.compare import compare
-from isograd_verify.judge import checks
+from isograd_verify.judge import checks, patterns
 from isograd_verify.judge.analysis import Analysis
+from isograd_verify.judge.patterns import Symptom
 from isograd_verify.record.recording import Recording
 from isograd_verify.run.attach import inspect
 from isograd_verify.run.ranks import LocalRanks
@@ -105,7 +108,7 @@ def test_scale_grads_over_two_calls_of_a_schedule_has_an_id_and_a_cause(worlds: 
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_stages_that_share_their_parameters_names_are_told_apart_by_rank(
+def test_stages_that_share_their_parameters_names_are_told_apart_by_rank(  # V10
     worlds: Worlds, tmp_path: Path, wrong: bool
 ) -> None:
     worlds(4).run(partial(field.watched, field.zero_bubble, str(tmp_path / "r"), wrong))
@@ -169,7 +172,7 @@ def test_an_error_in_one_sense_costs_this_sense_alone(tmp_path: Path, monkeypatc
     assert found.sentence.startswith("not judged: means in the loss: watching them raised an error on rank 0: IndexErr")
 
 
-def test_an_error_in_one_check_is_said_and_the_other_checks_run(
+def test_an_error_in_one_check_is_said_and_the_other_checks_run(  # V16
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(analysis: Analysis) -> Any:
@@ -256,6 +259,15 @@ def two_ranks(unreduced: tuple[str, ...]) -> list[list[Step]]:
                        parts={0: parts[n][r]}) for n, s in names.items()})]
         for r in range(2)
     ]  # fmt: skip
+
+
+def test_a_factor_of_one_is_a_defect_of_the_verifier_and_says_so(tmp_path: Path) -> None:  # V1
+    step, name = Analysis(write(tmp_path, two_ranks(unreduced=())), 1), "up.weight"
+    wrong: Any = SimpleNamespace(name=name, errors={0: 1.0})
+    found = diagnose._finding(step, 1, Symptom(patterns.SCALED, 1.0), [name], {}, "", {name}, [wrong])
+    assert (found.verdict, "1 times what they should be: a defect of the verifier" in found.sentence) == (
+        INCONCLUSIVE, True,
+    )  # fmt: skip
 
 
 def test_norms_that_are_not_summed_over_different_axes_are_two_findings(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Beside one device all watched steps are compared, and what modules carry from one to the next."""
+"""Beside one device all watched steps are compared, and what modules carry from one to the next (V22)."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_junit_has_a_failure_per_bug_an_error_per_open_question_and_a_case_that_
     assert [out.text for out in suites.iter("system-out")] == ["torch.compile waited", "steps: 3"]
 
 
-def test_sarif_has_a_rule_per_bug_and_the_line_that_a_finding_names() -> None:
+def test_sarif_has_a_rule_per_bug_and_the_line_that_a_finding_names() -> None:  # V13, V19
     told = json.loads(sarif(REPORT, "train.py"))
     (run,) = told["runs"]
     assert told["version"] == "2.1.0" and told["$schema"].endswith("sarif-2.1.0.json")
@@ -57,14 +57,14 @@ def test_sarif_has_a_rule_per_bug_and_the_line_that_a_finding_names() -> None:
     assert "locations" not in json.loads(sarif(REPORT))["runs"][0]["results"][0]
 
 
-def test_a_file_that_a_sentence_only_mentions_is_no_place() -> None:
+def test_a_file_that_a_sentence_only_mentions_is_no_place() -> None:  # V13
     mentions = Finding(BUG, "", "the loss differs; see other.py:7", site="loop.py:12 in <module>")
     (result,) = json.loads(sarif(Report("a run", [Subject("dp2", 2, findings=[mentions])])))["runs"][0]["results"]
     spot = result["locations"][0]["physicalLocation"]
     assert (spot["artifactLocation"]["uri"], spot["region"]["startLine"]) == ("loop.py", 12)
 
 
-def test_annotations_stand_at_the_lines_and_hold_hostile_text() -> None:
+def test_annotations_stand_at_the_lines_and_hold_hostile_text() -> None:  # V13
     lines = github(REPORT, "train.py").splitlines()
     assert lines[0] == "::notice file=train.py,line=1,title=isograd-verify%3A unnamed::torch.compile waited"
     assert lines[1].startswith("::error file=src/train.py,line=33,title=isograd-verify%3A cut-graph::step 1: all_g")
@@ -90,7 +90,7 @@ def copied() -> Report:
     return Report("a run", [Subject("dp2", 2, findings=[CUT, OPEN])])
 
 
-def test_a_comment_at_its_line_accepts_a_finding_with_its_reason(project: Path) -> None:
+def test_a_comment_at_its_line_accepts_a_finding_with_its_reason(project: Path) -> None:  # V13
     report = copied()
     accept(report, project)
     assert accepted(report) == [(NOTE, "cut-graph"), (INCONCLUSIVE, "")]
@@ -103,7 +103,7 @@ def test_a_comment_at_its_line_accepts_a_finding_with_its_reason(project: Path) 
     assert accepted(report) == [(BUG, "cut-graph"), (INCONCLUSIVE, "")]
 
 
-def test_a_project_accepts_by_its_configuration_and_a_baseline_what_it_knew(project: Path) -> None:
+def test_a_project_accepts_by_its_configuration_and_a_baseline_what_it_knew(project: Path) -> None:  # V13
     (project / "src" / "train.py").unlink()
     (project / "pyproject.toml").write_text('[tool.isograd.verify.accept]\nunnamed = "known since May"\n')
     report = copied()

@@ -60,7 +60,7 @@ def test_right_loops_pass_beside_one_device(judged: Any) -> None:
 def test_wrong_loops_are_named_with_their_tensors(watched: Any) -> None:
     for program, args, bug, tensors, sentence in (
         (people.late_layer, (), "outside-wrapper", {"extra.weight", "extra.bias"}, "step 1: biases and weights"),
-        (people.unfrozen_later, (), "outside-wrapper", BLOCK, "step 2: "),
+        (people.unfrozen_later, (), "outside-wrapper", BLOCK, "step 2: "),  # V14
         (people.forward_inside_no_sync, (), "nosync-missing", None, "step 1: all 9 gradients: not summed over"),
         (people.reduced_inside_step, (True,), "", None, "not summed over ranks 0, 1"),
         (people.served, ("norm.weight",), "replicas-differ", {"norm.weight"}, "copies of norm.weight differ"),
@@ -99,7 +99,7 @@ def test_what_is_not_read_is_said(watched: Any, judged: Any) -> None:
         assert (subject.verdict, sentence in subject.findings[0].sentence) == (INCONCLUSIVE, True), subject.findings
 
 
-def test_layers_that_are_frozen_at_first_are_not_taken_for_cut_off(judged: Any) -> None:
+def test_layers_that_are_frozen_at_first_are_not_taken_for_cut_off(judged: Any) -> None:  # V14
     subject = judged(people.unfrozen_later)
     assert "learn in some steps and not in others" in subject.findings[0].sentence
     assert [f.bug for f in subject.findings if f.verdict == BUG] == ["outside-wrapper"], subject.findings

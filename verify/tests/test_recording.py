@@ -239,7 +239,7 @@ def test_no_file_of_the_verifier_imports_a_pickler() -> None:
     assert found == set()
 
 
-def test_recordings_of_several_nodes_are_put_together_and_judged(tmp_path: Path, capsys: Any) -> None:
+def test_recordings_of_several_nodes_are_put_together_and_judged(tmp_path: Path, capsys: Any) -> None:  # V17
     value, gradient = numbers(4, 3), numbers(4, 3, seed=1)
     held = [[Step({"w": Held(value, gradient, parts={0: gradient})})] for _ in range(2)]
     write(tmp_path / "one", held)

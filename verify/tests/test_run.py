@@ -645,8 +645,10 @@ def spawned(tmp_path) -> Callable[[str], list[str]]:
     return write
 
 
-def test_the_traceback_and_the_exit_code_of_a_rank_that_raises_pass_through(verify_run, spawned) -> None:
-    done = verify_run(*spawned("if rank == 1 and step == 1: raise ValueError('rank 1 is unwell')"))
+def test_the_traceback_and_the_exit_code_of_a_rank_that_raises_pass_through(verify_run, spawned) -> None:  # V3, V18
+    command = spawned("if rank == 1 and step == 1: raise ValueError('rank 1 is unwell')")
+    done = verify_run(*command, options=("--beside-one",))
+    assert "not compared with one device: the first run is not whole" in done.said
     assert done.code == 1
     assert done.out.startswith("begins\n")
     assert "ValueError: rank 1 is unwell" in done.err

@@ -27,7 +27,7 @@ __all__ = ["judged", "watched"]
         (testers.whitened, "statistic-unreduced", "takes over its own"),
         (testers.positions, "positions-restart", "rows 4-7 have a gradient on one device only"),
         (later.ring, "cut-graph", "nothing comes back through send at "),
-        (testers.vocabulary, "wrong-adjoint", "CutCrossEntropy at "),
+        (testers.vocabulary, "wrong-adjoint", "CutCrossEntropy at "),  # V11
     ],
 )
 def test_what_only_one_device_shows_is_named_there(judged: Any, program: Any, bug: str, words: str) -> None:
@@ -53,7 +53,7 @@ def test_what_contradicts_itself_is_named_alone(watched: Any, program: Any, bug:
     assert words in next(f.sentence for f in wrong.findings if f.verdict == BUG), wrong.findings
 
 
-def test_rows_of_ids_that_do_not_occur_are_no_sign_of_cuts() -> None:
+def test_rows_of_ids_that_do_not_occur_are_no_sign_of_cuts() -> None:  # V11
     truth = torch.randn(12, 5, dtype=torch.float64)
     truth[[3, 7]] = 0
     wrong = truth * torch.rand(12, 1, dtype=torch.float64)

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from .field import rows
+from .field import Clip, rows, seeded
 from .people import VOCAB, WIDTH, net, text
 
 
@@ -316,6 +318,32 @@ def hook_that_never_runs(runs: bool = False) -> None:
         optimizer.zero_grad()
 
 
+class Tasks(nn.Module):
+    """A body, and a head for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(6, 8), nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, task: Tensor, every: bool) -> Tensor:
+        x = torch.tanh(self.body(x))
+        own = self.heads[int(task[0])](x)
+        return own + 0 * sum(head(x) for head in self.heads) if every else own
+
+
+def tasks(wrong: bool = True) -> None:
+    """Each rank has rows of another task, under FSDP2, which reduces the gradients that a rank has in one buffer.
+    `wrong`: the other task's head has none."""
+    model = seeded(Tasks)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        x, y, task = rows(5, 6, seed=step), rows(5, 3, seed=50 + step), torch.full((5,), dist.get_rank())
+        F.mse_loss(model(x, task, not wrong), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def group_of_one(wrong: bool = True) -> None:
     """Gradients are averaged over a group that has this rank alone: the reduction does nothing."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
@@ -404,32 +432,35 @@ class Gather(torch.autograd.Function):
 
 
 def contrastive(gather: str = "right") -> None:
-    """A symmetric contrastive loss over the rows of all ranks; each rank's loss is of its own rows. `gather`: "right",
-    "dropped" (the losses of other ranks do not come back), "dtensor" (full_tensor drops them), "nn" is
-    torch.distributed.nn's, whose backward on gloo reads a gradient as if it were contiguous ("noncontiguous")."""
-    from torch.distributed.device_mesh import init_device_mesh
+    """A contrastive loss of each rank's images and the texts of all ranks. `gather`: "right"; "dropped" (the losses of
+    other ranks do not come back); DTensor's "full_tensor" and "to_local", which drop them, too, unless they are told
+    that gradients are "partial"; "nn" is torch.distributed.nn's, whose backward on gloo reads a gradient as if it were
+    contiguous ("noncontiguous")."""
     from torch.distributed.nn.functional import all_gather
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    model = DistributedDataParallel(mlp(0, 6, 4))
+    model = DistributedDataParallel(seeded(Clip))
     world, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (world,)) if gather == "dtensor" else None
+    way, _, partial = gather.partition(" ")
+    mesh = init_device_mesh("cpu", (world,)) if way in ("full_tensor", "to_local") else None
+    back: dict[str, Any] = {"grad_placements": [Partial()]} if partial else {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def everywhere(x: Tensor) -> Tensor:
-        if gather == "dtensor":
-            return DTensor.from_local(x, mesh, [Shard(0)]).full_tensor()
-        if gather == "nn":
+        if way == "full_tensor":
+            return DTensor.from_local(x, mesh, [Shard(0)]).full_tensor(**back)
+        if way == "to_local":
+            return DTensor.from_local(x, mesh, [Shard(0)]).redistribute(placements=[Replicate()]).to_local(**back)
+        if way == "nn":
             return torch.cat(all_gather(x))
-        if gather == "noncontiguous":
+        if way == "noncontiguous":
             return torch.cat([part.T for part in all_gather(x.T.contiguous())])
-        return Gather.apply(x, gather == "right")
+        return Gather.apply(x, way == "right")
 
-    for step in range(3):
-        pair = rows(10, 6, seed=step)
-        images, texts = F.normalize(model(pair), dim=-1).split(5)
-        logits = 5 * images @ everywhere(texts).T
-        loss = F.cross_entropy(logits, torch.arange(5) + 5 * rank)
-        loss.backward()
+    for step in range(4):
+        images, texts = rows(5, 5, seed=step), rows(5, 6, seed=step + 50)
+        image, text, scale = model(images, texts)
+        logits = scale * image @ everywhere(text).T
+        F.cross_entropy(logits, torch.arange(len(image)) + len(image) * rank).backward()
         optimizer.step()
         optimizer.zero_grad()

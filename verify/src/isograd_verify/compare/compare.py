@@ -26,7 +26,7 @@ from isograd_verify.compare.tensorwise import Tensorwise, cancels, common_factor
 from isograd_verify.compare.values import difference, norm, nothing, of_rank, sides, whole_values
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.analysis import INSIDE, Analysis
-from isograd_verify.judge.checks import check
+from isograd_verify.judge.checks import check, placed
 from isograd_verify.judge.checks.gradients import scales
 from isograd_verify.judge.checks.losses import counted, undivided
 from isograd_verify.judge.consequences import DRIFT, row, spoilt, without_consequences
@@ -72,7 +72,8 @@ def compare(
         explained += [f for f in found if f not in explained]
         if any(f.verdict == BUG or f.sentence.endswith(ADVICE) for f in found):
             break  # later steps start from other weights
-    subject.findings = [*subject.partial(), *subject.findings, *merged(explained, free, again)]
+    told = [placed(f, candidate) for f in merged(explained, free, again)]
+    subject.findings = [*subject.partial(), *subject.findings, *told]
     return subject
 
 
@@ -80,9 +81,7 @@ def merged(explained: list[Finding], free: list[Finding], again: bool = False) -
     """A bug that both found is told once. What the reference decides is no longer open; not one of the same program."""
     free = _decided(explained, free, again)
     told = {f.bug for f in explained if f.verdict == BUG}
-    named = {
-        f.bug for f in free if f.verdict == BUG and f.bug and f.bug not in DRIFT
-    }  # which follows from what is found
+    named = {f.bug for f in free if f.verdict == BUG and f.bug and f.bug not in DRIFT}  # which follows from others
     kept = [f for f in free if f.verdict != INCONCLUSIVE]
     with_site = {f.bug: f for f in free if row(f.bug).knows_line and f.verdict == BUG}
     explained = [
@@ -135,13 +134,9 @@ def _decided(explained: list[Finding], free: list[Finding], again: bool) -> list
 
 
 def _step(
-    reference: Recording,
-    candidate: Recording,
-    step: int,
-    rename: dict[str, str],
-    subject: Subject,
+    reference: Recording, candidate: Recording, step: int, rename: dict[str, str], subject: Subject,
     noise: Noise | None,
-) -> list[Finding]:
+) -> list[Finding]:  # fmt: skip
     theirs = Analysis(reference, step)
     truth, start = whole_values(theirs, "final"), whole_values(theirs, "parameter")
     analysis = Analysis(candidate, step)
@@ -220,14 +215,9 @@ def _fitted(
 
 
 def _every_tensor(
-    analysis: Analysis,
-    reference: Recording,
-    names: dict[str, str],
-    expected: Mapping[str, Value],
-    places: dict[str, dict[int, Place]],
-    noise: Noise | None,
-    lost: set[str],
-) -> tuple[list[Tensorwise], list[str]]:
+    analysis: Analysis, reference: Recording, names: dict[str, str], expected: Mapping[str, Value],
+    places: dict[str, dict[int, Place]], noise: Noise | None, lost: set[str],
+) -> tuple[list[Tensorwise], list[str]]:  # fmt: skip
     """(what was compared, names of what could not be). `lost`: gradients that the reference had and did not record."""
     whole = math.hypot(*map(norm, expected.values()))
     compared: list[Tensorwise] = []
@@ -404,13 +394,9 @@ def _norms(reference: Recording, candidate: Recording, step: int, wrong: bool, l
 
 
 def _updates(
-    analysis: Analysis,
-    reference: Analysis,
-    before: Mapping[str, Value],
-    after: Mapping[str, Value],
-    names: dict[str, str],
-    places: dict[str, dict[int, Place]],
-) -> list[Finding]:
+    analysis: Analysis, reference: Analysis, before: Mapping[str, Value], after: Mapping[str, Value],
+    names: dict[str, str], places: dict[str, dict[int, Place]],
+) -> list[Finding]:  # fmt: skip
     """Equal gradients must give equal updates: what is left is the clip factor, the learning rate, the optimizer."""
     step = analysis.step
     apart: dict[str, float] = {}

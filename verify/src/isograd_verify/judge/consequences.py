@@ -25,7 +25,7 @@ NO_PATTERN = frozenset({"", "norm-unreduced", "nosync-missing", "outside-wrapper
 
 SPOILING = (
     "bias-n-times", "bias-twice", "ulysses-permute", "border-labels-lost", "positions-restart", "wrong-adjoint",
-    "bf16-accumulation",
+    "bf16-accumulation", "parameters-mixed",
 )  # fmt: skip
 
 

@@ -214,15 +214,8 @@ def _combined(
                 raise
             return _together(alone, error, queue)
     writer.close()
-    about = {
-        "version": VERSION,
-        "layout": "1",
-        "replay": alone.replay,
-        "together": together,
-        "scale": scale,
-        "why": why,
-    }
-    write_json(home / "recording.json", about | {"again": {} if together else fed})
+    about = {"version": VERSION, "layout": "1", "replay": alone.replay, "together": together, "scale": scale}
+    write_json(home / "recording.json", about | {"why": why, "again": {} if together else fed})
     return Recording(home)
 
 

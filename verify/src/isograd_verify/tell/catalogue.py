@@ -36,6 +36,10 @@ BUGS: dict[str, Bug] = {
         "a gradient that a wrapper has averaged over the ranks already is summed over them again",
         "every all-reduce of .grad after backward: DistributedDataParallel has done it",
     ),
+    "parameters-mixed": Bug(
+        "ranks have gradients of different parameters, and FSDP2 reduces those that a rank has as one buffer",
+        "heads and experts that some ranks do not use: let each take part in every loss, with 0 times its output",
+    ),
     "inputs-differ": Bug(
         "ranks that hold parts of one model were given different data: a sampler that counts every rank as a data rank",
         "num_replicas and rank of the sampler, and seeds of data: data-parallel ranks only, the same within a "

@@ -63,10 +63,10 @@ def check(recording: Recording, leave_out: tuple[Check, ...] = ()) -> list[Findi
             found += [f for f in _judged(run, analysis) if not any(_again(f, told) for told in found)]
         if any(f.verdict == BUG for f in found):
             break
-    return [_placed(f, recording) for f in without_consequences(found)]
+    return [placed(f, recording) for f in without_consequences(found)]
 
 
-def _placed(found: Finding, recording: Recording) -> Finding:
+def placed(found: Finding, recording: Recording) -> Finding:
     """A finding with a line of the program: its own, else that of the last reduction of its tensors, else of the
     backward behind which they came."""
     events = [e for e in recording.ranks[0].of(Collective) if e.op in REDUCING and e.phase == "other"]

@@ -124,6 +124,10 @@ def _read(analysis: Analysis) -> _Read:
         known = name not in analysis.unsure and name not in analysis.unread
         if known and analysis.contributions(name) and not analysis.negligible(name):
             _read_tensor(analysis, name, read)
+    for name in _mixed(analysis, read.unexplained):
+        axis = axis_over(analysis.recording, analysis.all_ranks)
+        read.add("parameters-mixed", patterns.MIXED, 1.0, axis, name, {})
+        read.unexplained = [other for other in read.unexplained if other != name]
     return read
 
 
@@ -278,6 +282,8 @@ def _said(bug: str, kind: str, value: float, axis: str) -> str:
         return f"summed over {axis} as copies are, but the copies began with different values"
     if bug == "wrong-group":
         return f"summed over {axis}, whose members hold other shards of it"
+    if bug == "parameters-mixed":
+        return "ranks bring gradients of different parameters to one reduction, which adds them up by their places"
     if bug == "outside-wrapper":
         return f"never summed over {axis}: each rank trains a network of its own"
     return {
@@ -359,14 +365,28 @@ def _factor(value: float) -> float:
     return round(value, 3) or (value if abs(value) > tolerances.ROUNDING_OTHER else 0.0)
 
 
+def _mixed(analysis: Analysis, names: Collection[str]) -> tuple[str, ...]:
+    """Tensors of one shape, each without a gradient on some rank, that are a sum of contributions together alone."""
+    alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name in analysis.names if names else ():
+        if analysis.covered(name) and {rank for rank, _ in analysis.parts[name]} < set(analysis.holders(name)):
+            alike[analysis.info(name).whole].append(name)
+    found: list[str] = []
+    for tensors in alike.values():
+        parts = [part for name in tensors for part in analysis.parts[name].values()]
+        seen = [sums[name] for sums in analysis.sums for name in tensors if name in sums]
+        if seen and parts and set(tensors) & set(names):
+            whole, added = (sum(of[1:], of[0]) for of in (seen, parts))
+            left = whole - added * (whole @ added / (added @ added))
+            found += tensors if left.norm() <= tolerances.LOOSE * analysis.tolerance(tensors[0]) * whole.norm() else []
+    return tuple(found)
+
+
 def _unexplained(analysis: Analysis, names: list[str]) -> Iterator[Finding]:
     """What is no sum of contributions at all: half-precision reductions leave about 2**-9 of each."""
     half = reduced_in_half(analysis)
-    worst = 0.0
-    for name in names:
-        for seen in analysis.observed(name):
-            found = analysis.fit(seen)
-            worst = max(worst, found.residual if found else 0.0)
+    fits = (analysis.fit(seen) for name in names for seen in analysis.observed(name))
+    worst = max((found.residual for found in fits if found), default=0.0)
     if half and worst < tolerances.HALF_SUM:
         return  # the check of dtypes says it
     narrow = next((event for event in reductions(analysis, len(names)) if event.narrow), None)
