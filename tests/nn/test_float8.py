@@ -128,7 +128,7 @@ def gradients(
 
 def under(threads: Any, layout: str, *args: Any) -> Gradients:
     found: Gradients = {}
-    for part in threads(Mesh.unbound(layout).layout.world_size).run(gradients, layout, *args):
+    for part in threads(Mesh.unbound(layout).layout.world_size).run(gradients, layout, *args, timeout=280):
         found |= part
     return found
 
