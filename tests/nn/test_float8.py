@@ -290,6 +290,6 @@ def test_a_folder_of_transformers_trains_in_float8_under_a_config(worlds: Any, t
     both = worlds(2).run(first_steps, runs[4:], timeout=280)
     for number, true in ((0, one), (1, same)):
         loss, gradients, _ = both[0][number]
-        found = errors(gradients, true[1])
         assert loss == pytest.approx(true[0], rel=1e-6)
-        assert found[len(found) // 2] < 1e-6 and found[-1] < 1e-3, runs[4 + number].layout
+        # Under tp a few of a million numbers are rounded the other way; float8 itself is 20 times as far away.
+        assert errors(gradients, true[1])[-1] < (1e-9, 1e-2)[number], runs[4 + number].layout
