@@ -61,7 +61,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_525,
+    "isograd, lines": 51_741,
     "isograd-verify, lines": 17_906,
     "comm + engine, lines": 9_225,
     "arrows between packages": 132,

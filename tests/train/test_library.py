@@ -38,12 +38,12 @@ SHAPE |= {"num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings"
 LORA = {"rank": 3, "alpha": 5, "targets": ["q_proj", "o_proj", "up_proj", "down_proj"]}
 
 
-def base(folder: Path, kind: str = "qwen2") -> Path:
+def base(folder: Path, kind: str = "qwen2", **sizes: int) -> Path:
     """A folder with a small model, with noise on what would be ones and zeros, and a tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE), dtype=torch.float64)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SHAPE, **sizes}), dtype=torch.float64)
     for parameter in made.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     builtin_chats.tokenizer(folder / "base")

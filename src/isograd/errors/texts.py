@@ -90,6 +90,11 @@ IG464: the style {style!r} is not supported for {name}
   fix:      leave out tp and ep: dp, cp and zero0 to zero3 need no plan
 IG465: {what_is_cut} cannot be cut over {axis}{size}
   fix:      another {axis}; dp and zero3 cut any model
+IG480: products of linear layers cannot be computed in float8 ({recipe}) here
+IG481: the scales of float8 ({recipe}) would not be those of one device under {layout!r}
+  expected: a layout of dp, zero, pp, and of tp that divides key and value heads and leaves multiples of 16; cp with
+            rowwise_with_gw_hp
+  fix:      --model.float8 rowwise_with_gw_hp under cp; else another tp
 IG641: pairs train a Hugging Face encoder
   expected: a folder with config.json, model.safetensors and a tokenizer
   fix:      --model.path FOLDER

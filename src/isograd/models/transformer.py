@@ -58,7 +58,7 @@ from isograd.sequence.whole import document_bounds
 Angles = tuple[Tensor, Tensor] | None
 
 # What recompute="selective" keeps: results of products and of attention's kernels, but in a ring, which adds to them.
-PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
 KERNELS = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,

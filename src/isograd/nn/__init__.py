@@ -2,6 +2,7 @@
 
 from isograd.nn.attention import Attention
 from isograd.nn.embedding import LearnedPositions, VocabEmbedding
+from isograd.nn.float8 import use_float8
 from isograd.nn.fp32_sums import use_fp32_sums
 from isograd.nn.linear import ColumnLinear, RowLinear
 from isograd.nn.loss import Head, cross_entropy
@@ -32,5 +33,6 @@ __all__ = [
     "cross_entropy",
     "gather_tokens",
     "reduce_output",
+    "use_float8",
     "use_fp32_sums",
 ]

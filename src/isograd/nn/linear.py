@@ -5,6 +5,8 @@ One device: y = x @ weight.T + bias, for both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,10 @@ from isograd.nn.stream import reduce_output, stream_partial_over
 class ColumnLinear(Layer):
     """A linear map whose output features are cut over tp. Its gradients owe no axis beyond the data axes.
 
-    It expects an x that has passed `gather_tokens`. `shard` replaces the even cut.
+    It expects an x that has passed `gather_tokens`. `shard` replaces the even cut. `product` computes x W^T + b.
     """
+
+    product: Callable[..., Tensor] = staticmethod(linear)
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class ColumnLinear(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> this rank's output features [T, outputs / tp]."""
-        return linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class RowLinear(Layer):
@@ -65,6 +69,8 @@ class RowLinear(Layer):
     The weight is partial over no axis beyond the data axes. The bias is added once, after the sum; under sp, where each
     rank adds it to its own tokens, it is partial over tp.
     """
+
+    product: Callable[..., Tensor] = staticmethod(linear)
 
     def __init__(
         self,
@@ -90,5 +96,5 @@ class RowLinear(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's input features [T, inputs / tp] -> the residual stream [T, outputs], or a shard of it."""
-        y = reduce_output(linear(x, self.weight), self.mesh)
+        y = reduce_output(self.product(x, self.weight), self.mesh)
         return y if self.bias is None else y + self.bias

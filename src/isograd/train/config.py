@@ -116,6 +116,9 @@ class Config(Section):
             )
         if self.pairs is not None and self.model.compile:
             raise _contradiction("model.compile is for isograd's decoder, not for pairs", "model.compile", "pairs")
+        if self.model.float8 and (self.pairs is not None or self.adapter is not None):
+            text = "model.float8 is for language models that are trained whole, not for pairs and adapters"
+            raise _contradiction(text, "model.float8", "adapter", "pairs")
         if self.safety.replay_every and self.pairs is not None:
             raise _contradiction("safety.replay_every is for language models", "safety.replay_every", "pairs")
         layout = Layout.parse(self.layout)

@@ -28,6 +28,7 @@ from isograd.hf.configs import load_config
 from isograd.hf.families import HuggingFace
 from isograd.models import Transformer, TransformerConfig, preset
 from isograd.nn.experts import Experts
+from isograd.nn.float8 import use_float8
 from isograd.nn.loss import IGNORE
 from isograd.train import texts
 from isograd.train.config import Config
@@ -95,10 +96,13 @@ def build_model(config: Config, mesh: Mesh, make: Callable[..., Transformer]) ->
     return model, weights
 
 
-def not_compiled(config: Config, model: nn.Module) -> list[str]:
-    """Compile the model's blocks, if the config says so; a sentence about those that are left as they are."""
+def use_switches(config: Config, model: nn.Module, mesh: Mesh) -> list[str]:
+    """Products in 8 bits and compiled blocks, if the config says so; sentences about what is left as it is."""
+    switches = config.model
+    wide = use_float8(model, mesh, switches.float8, emulate=switches.float8_emulate) if switches.float8 else []
+    said = [f"not in float8: {', '.join(wide)}: 16 does not divide their sizes"] if wide else []
     left = model.compile_blocks() if config.model.compile and isinstance(model, Transformer) else {}
-    return [
+    return said + [
         f"not compiled: {', '.join(n for n in left if left[n] == why)}: {why}" for why in dict.fromkeys(left.values())
     ]
 
@@ -129,7 +133,7 @@ class LanguageTask:
             make = partial(DistilTransformer, options=config.distil)
             self.starts_from = identity(config.distil, mesh)
         self.model, weights = build_model(config, mesh, make)
-        self.notice = "; ".join(notice + not_compiled(config, self.model))
+        self.notice = "; ".join(notice + use_switches(config, self.model, mesh))
         self.engine = engine_of(config, self.model, mesh, weights)
 
     def batch(self, step: int) -> dict[str, Any]:

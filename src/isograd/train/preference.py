@@ -42,9 +42,9 @@ from isograd.train.language import (
     first_answer,
     flops_of_run,
     model_config,
-    not_compiled,
     refuse_vocabulary,
     sample_text,
+    use_switches,
     vocabulary,
 )
 from isograd.train.preference_model import PreferenceTransformer
@@ -73,7 +73,7 @@ class PreferenceTask:
         self.fingerprint, self.starts_from = self.data.fingerprint, ""
         self.flops = 2 * self.data.mean_length * flops_of_run(config, round(self.data.mean_length))
         self.model, weights = build_model(config, mesh, partial(PreferenceTransformer, options=self.options))
-        self.notice = "; ".join(notice + not_compiled(config, self.model))
+        self.notice = "; ".join(notice + use_switches(config, self.model, mesh))
         self.engine = engine_of(config, self.model, mesh, weights)
         self.reference: Tensor | None = None  # [pairs, answers], of the pairs by number; NaN for those left out
         if self.options.loss in ("dpo", "ipo", "kto"):

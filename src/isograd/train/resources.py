@@ -148,6 +148,7 @@ def work_of(config: Config) -> Work:
         batch=config.batch * (2 if config.task == "preference" else 1),  # rows: answers
         micro_batches=config.micro_batches,
         dtype=config.model.dtype,
+        products="fp8" if config.model.float8 and not config.model.float8_emulate else None,
         recompute={False: "none", "selective": "selective"}.get(config.model.recompute, "full"),
         masked=config.packing != "stream",
         muon=config.optimizer.name == "muon",

@@ -63,8 +63,17 @@ class Model(Section):
         default=False, description="torch.compile of each block; the first step takes the minutes that compiling takes"
     )
 
+    float8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = Field(
+        default=None,
+        description="the products of the blocks' linear layers in 8 bits, by a recipe of torchao; rowwise_with_gw_hp "
+        "alone has the same gradient however a batch is cut; null: in dtype",
+    )
+    float8_emulate: bool = Field(default=False, description="float8 on devices without its kernels: slow, for tests")
+
     @model_validator(mode="after")
     def _one_model(self) -> Model:
+        if self.float8_emulate and self.float8 is None:
+            raise ValueError("float8_emulate belongs to float8, which is null")
         if self.compile and self.recompute == "selective":
             raise ValueError("compile goes with recompute true or false: a compiled block chooses what it keeps itself")
         if self.preset and self.path:
