@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from isograd.train import journal, loop
 
 from ..train.conftest import text as text  # noqa: PLC0414
 from ..train.test_loop import QUIET, config_of
+from .test_generate import TEMPLATE
 from .test_generate import folder as folder  # noqa: PLC0414
 
 TEXTS = ["hello world how are you ?", "you are", "!", " ".join(["hello you world ! are"] * 9)]
@@ -86,6 +88,9 @@ def test_the_command_reads_texts_and_lines_and_says_what_it_found(folder: Path, 
 
 def test_of_conversations_the_answers_count_as_in_transformers(folder: Path, tmp_path: Path, capsys: Any) -> None:
     """Three forms of a conversation with two answers; beside transformers' loss over the tokens of the answers."""
+    folder = shutil.copytree(folder, tmp_path / "model")
+    ends = TEMPLATE.replace("{{ m.content }} ", "{{ m.content }} <|end|> ")
+    (folder / "chat_template.jinja").write_text(ends)
     said = [("user", "hello world"), ("assistant", "how are you ?"), ("user", "you"), ("assistant", "world !")]
     messages = [{"role": role, "content": text} for role, text in said]
     turns = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in said]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ import torch
 
 from isograd.cli.main import main
 from isograd.core import rng
-from isograd.errors import ConfigError
+from isograd.errors import CheckpointError, ConfigError
 from isograd.generate import Sampling, Writer, draw, open_writer
+from isograd.generate import writer as writing
 from isograd.generate.text_stream import TextStream
 
 WORDS = ["<|end|>", "<|user|>", "<|answer|>", "hello", "world", "how", "are", "you", "?", "!"]
@@ -370,3 +372,21 @@ def test_a_run_and_its_checkpoint_write_as_the_folder_that_is_made_of_them(tmp_p
     by_folder = said(capsys, "generate", str(tmp_path / "out"), "to be", "--tokenizer", "bytes", *options)
     assert by_run == by_step == by_folder and by_run[0] == 0
     assert "IG646" in said(capsys, "generate", str(tmp_path / "out"), "to be")[1]
+
+
+def test_a_checkpoint_that_its_run_prunes_meanwhile_gives_way_to_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "step-00000002").mkdir()
+    found = iter([tmp_path / "step-00000001", tmp_path / "step-00000002"])
+
+    def opened(place: Path) -> Any:
+        if not place.is_dir():
+            raise CheckpointError("IG935", seen="no such folder", path=place)
+        return SimpleNamespace(manifest=SimpleNamespace(model=None))
+
+    monkeypatch.setattr(writing, "_checkpoint_of", lambda _: next(found))
+    monkeypatch.setattr("isograd.checkpoint.read.open_whole", opened)
+    monkeypatch.setattr("isograd.hf.export.convert", lambda place, *_, **__: place)
+    with writing.hugging_folder(tmp_path, "bytes") as (folder, _):
+        assert folder == tmp_path / "step-00000002"

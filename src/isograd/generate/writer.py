@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from isograd.core import rng
-from isograd.errors import CheckpointError, ConfigError
+from isograd.errors import CheckpointError, ConfigError, IsogradError
 from isograd.generate.sampling import Sampling, draw
 from isograd.generate.text_stream import TextStream
 
@@ -148,18 +148,36 @@ def open_writer(place: str | Path, *, tokenizer: str | None = None, device: str 
 @contextmanager
 def hugging_folder(place: str | Path, tokenizer: str | None) -> Iterator[tuple[Path, str]]:
     """A Hugging Face folder of a place, and its tokenizer: 'bytes' or a folder. A checkpoint's lasts while inside."""
-    from isograd.checkpoint.read import open_whole
-    from isograd.hf.export import convert
     from isograd.io import hub, tempdir
     from isograd.io.untrusted import CONFIG, read_json
 
     found, place = tokenizer_of(place, tokenizer), Path(hub.local(str(place)))
-    checkpoint = None if (place / "config.json").is_file() else _checkpoint_of(place)
     words_of(found)
-    if checkpoint is None:
-        config = dict(read_json(place / "config.json", CONFIG, nan=True, follow=True))
-    else:
-        config = (open_whole(checkpoint).manifest.model or {}).get("config") or {}
+    if (place / "config.json").is_file():
+        _refuse_scores(dict(read_json(place / "config.json", CONFIG, nan=True, follow=True)), place)
+        yield place, found
+        return
+    with tempfile.TemporaryDirectory(dir=tempdir.home()) as home:
+        yield _converted(place, Path(home, "model"), found if Path(found, TOKENIZER).is_file() else None), found
+
+
+def _converted(place: Path, folder: Path, tokenizer: str | None) -> Path:
+    """A checkpoint as a folder. A run under way may prune the newest while it is read: then a newer one is there."""
+    from isograd.checkpoint.read import open_whole
+    from isograd.hf.export import convert
+
+    while True:
+        checkpoint = _checkpoint_of(place)
+        try:
+            _refuse_scores((open_whole(checkpoint).manifest.model or {}).get("config") or {}, place)
+            return convert(checkpoint, folder, tokenizer=tokenizer)
+        except (IsogradError, OSError):
+            if checkpoint == place or checkpoint.exists():
+                raise
+
+
+def _refuse_scores(config: Mapping[str, Any], place: Path) -> None:
+    """Raise IG645 for a reward model."""
     named = str((config.get("architectures") or [""])[0])
     if config.get("score") or named.endswith("ForSequenceClassification"):
         raise ConfigError(
@@ -167,9 +185,6 @@ def hugging_folder(place: str | Path, tokenizer: str | None) -> Iterator[tuple[P
             expected="a model that predicts the next token",
             fix="isograd ckpt convert, then transformers' AutoModelForSequenceClassification",
         )  # fmt: skip
-    with tempfile.TemporaryDirectory(dir=tempdir.home()) as home:
-        copied = found if Path(found, TOKENIZER).is_file() else None
-        yield place if checkpoint is None else convert(checkpoint, Path(home, "model"), tokenizer=copied), found
 
 
 def tokenizer_of(place: str | Path, tokenizer: str | None) -> str:
