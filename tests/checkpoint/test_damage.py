@@ -226,6 +226,18 @@ def test_a_manifest_that_lies_of_the_optimizer_is_refused_by_name(two: Path, tmp
         assert found is not None and found.step == 1
 
 
+def test_an_optimizer_that_steps_the_other_way_is_refused_by_name(two: Path, tmp_path: Path) -> None:
+    """A run that resumed from such a manifest climbed its loss."""
+    home = tmp_path / "two"
+    shutil.copytree(two, home)
+    rewritten(home / folder.name_of(2), option(maximize=True))
+    with (
+        CheckpointManager(home, toys.engine_of("1", "gpt2", seed=3)) as keeper,
+        pytest.raises(CheckpointError, match=r"IG938(.|\n)*maximize is True there and False here"),
+    ):
+        keeper.load(home / folder.name_of(2))
+
+
 def test_a_mutated_manifest_loads_right_or_is_refused_with_the_field(two: Path, tmp_path: Path) -> None:
     """26 of 100 ended in a TypeError, a ValueError or the like."""
     home = tmp_path / "two"

@@ -104,6 +104,7 @@ def _load(engine: Engine, place: Place, beat: Callable[[str], None]) -> Loaded:
         _refuse_other_model(engine, reader.manifest, place)
         _refuse_other_optimizer(engine, reader.manifest, place)
         _together(engine, lambda: _check_state(engine, reader.manifest))
+        _refuse_other_switches(engine, reader.manifest, place)
         _together(engine, lambda: _read(engine, reader, beat))
     finally:
         reader.close()
@@ -203,6 +204,24 @@ def _refuse_other_optimizer(engine: Engine, manifest: CheckpointManifest, place:
     ]
     wrong += [f"{name} was frozen there and is trained here" for name in here if name not in there]
     wrong += [f"{name} was trained there and is frozen here" for name in there if name not in everywhere]
+    error = CheckpointError("IG938", seen=_listed(wrong), where=engine.mesh.describe_rank(), name=place.name)
+    raise_alike(error if wrong else None, engine.mesh)
+
+
+def _refuse_other_switches(engine: Engine, manifest: CheckpointManifest, place: Place) -> None:
+    """Numbers of the optimizer are the checkpoint's; what makes its step another one (`maximize`) is the run's."""
+    here: dict[tuple[str, str], set[object]] = {}
+    for member in members(engine.optimizer):
+        ours = isinstance(member, getattr(torch.optim, type(member).__name__, ()))  # others keep modes there
+        for key, value in [item for g in (member.defaults, *member.param_groups) for item in g.items() if ours]:
+            here.setdefault((type(member).__name__, key), set()).add(value if isinstance(value, bool) else None)
+    wrong = [
+        f"{key} is {value} there and {not value} here"
+        for group in manifest.numbers["groups"]
+        if not state.kinds(engine).keys().isdisjoint(group["names"])
+        for key, value in group["options"].items()
+        if isinstance(value, bool) and value not in here.get((group["kind"], key), {value})
+    ]
     error = CheckpointError("IG938", seen=_listed(wrong), where=engine.mesh.describe_rank(), name=place.name)
     raise_alike(error if wrong else None, engine.mesh)
 

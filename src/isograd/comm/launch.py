@@ -80,11 +80,11 @@ class World:
         try:
             if job is not None:
                 self._ranks.send(job)
-            values = self._ranks.collect(timeout)
+            values, left = self._ranks.collect(timeout)
         except BaseException:
             self.close(kill=True)
             raise
-        if self._ranks.have_left:
+        if left:
             self.close()
         return values
 
@@ -111,7 +111,7 @@ class _Ranks:
 
     def __init__(self, world: World, first: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
         context, forked = start_method()
-        self._busy, self.have_left = world._busy, False
+        self._busy = world._busy
         self.directory = tempfile.mkdtemp(prefix="world-", dir=tempdir.home())
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
@@ -147,7 +147,8 @@ class _Ranks:
         if self._dead({}):
             raise self._failure({}, " between two runs")
 
-    def collect(self, timeout: float | None) -> list[Any]:
+    def collect(self, timeout: float | None) -> tuple[list[Any], bool]:
+        """The values of all ranks; and whether one has left its world."""
         end = None if timeout is None else time.monotonic() + timeout
         answers: dict[int, Answer] = {}
         while len(answers) < len(self.pipes):
@@ -160,8 +161,8 @@ class _Ranks:
                 raise self._failure(answers)
             if not news and end is not None and time.monotonic() >= end:
                 raise self._hang(answers, timeout)
-        self.have_left = any(answer.has_left for answer in answers.values())
-        return [answers[rank].value for rank in range(len(self.pipes))]
+        left = any(answer.has_left for answer in answers.values())
+        return [answers[rank].value for rank in range(len(self.pipes))], left
 
     def _listen(self, answers: dict[int, Answer], timeout: float | None) -> bool:
         """Take in what arrives; True when something did (an answer or a death)."""
