@@ -186,10 +186,9 @@ def test_recomputed_blocks_have_the_same_gradients(threads: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp2 zero3", "tp2 sp"])
-def test_compiled_blocks_have_the_same_gradients(worlds: Any, layout: str) -> None:
-    plain, found = (under(worlds, layout, "rowwise", 2, SMALL, how) for how in (False, "compile"))
-    assert errors(found, plain)[-1] < 1e-6
+def test_compiled_blocks_have_the_same_gradients(threads: Any) -> None:
+    plain, found = (under(threads, "1", "tensorwise", 1, SMALL, how) for how in (False, "compile"))
+    assert errors(found, plain)[-1] < 1e-9
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
