@@ -207,15 +207,19 @@ def _convert(options: argparse.Namespace) -> int:
     from isograd.errors import ConfigError
     from isograd.hf.adapter_files import convert_adapters
     from isograd.hf.export import convert
+    from isograd.hf.gguf_file import need_gguf, write_gguf
     from isograd.io.store import place_of
 
+    if options.gguf is not None:
+        need_gguf()  # before a folder is written, which a second try would find in its way
     if options.config is not None:
         return _import(argparse.Namespace(**vars(options), prefix=None, states=None))
     place = one_of(place_of(options.place))
     if options.adapters:
-        if options.tokenizer or options.dtype or options.ema:
+        if options.tokenizer or options.dtype or options.ema or options.gguf:
             raise ConfigError(
-                "IG600", "--adapters writes adapters alone, as they were trained", seen="--tokenizer, --dtype or --ema",
+                "IG600", "--adapters writes adapters alone, as they were trained",
+                seen="--tokenizer, --dtype, --ema or --gguf",
                 fix="leave it out; without --adapters the whole model is written",
             )  # fmt: skip
         return _written(place, convert_adapters(place, options.out), options.push_to_hub)
@@ -224,8 +228,6 @@ def _convert(options: argparse.Namespace) -> int:
         dtype=_dtype(options.dtype),
     )  # fmt: skip
     if options.gguf is not None:
-        from isograd.hf.gguf_file import write_gguf
-
         write_gguf(out, options.gguf)
     return _written(place, out, options.push_to_hub)
 

@@ -32,12 +32,18 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CUTS = {_CASE + r"\p{N}{1,3}" + _REST: "llama-bpe", _CASE + r"\p{N}" + _REST: "qwen2"}  # the names that llama.cpp has
 
 
-def write_gguf(folder: Path, kind: str) -> Path:
-    """Write a folder's model and tokenizer as one file in it: matrices as `kind`, vectors in fp32. Its path."""
+def need_gguf() -> Any:
+    """The package gguf, or how to install it."""
     try:
         import gguf
     except ImportError as error:
         raise _refused("the gguf package is not installed", "gguf", "pip install gguf") from error
+    return gguf
+
+
+def write_gguf(folder: Path, kind: str) -> Path:
+    """Write a folder's model and tokenizer as one file in it: matrices as `kind`, vectors in fp32. Its path."""
+    gguf = need_gguf()
     config: dict[str, Any] = read_json(folder / "config.json", CONFIG, nan=True)
     family = config.get("model_type")
     if family not in FAMILIES or config.get("num_experts"):
