@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,19 @@ def folder_of(home: Path, kind: str, **more: Any) -> Any:
     model.save_pretrained(home)
     builtin_chats.tokenizer(home)
     return model.eval()
+
+
+def test_without_the_package_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    engine = Engine(
+        Transformer(TransformerConfig(vocab=264, hidden=16, layers=1, heads=2), Mesh("1")),
+        Mesh("1"),
+        lambda ps: torch.optim.SGD(ps, lr=0.1),
+    )
+    with CheckpointManager(tmp_path / "saved", engine) as keeper:
+        keeper.save(1)
+    assert main(["ckpt", "convert", str(tmp_path / "saved"), str(tmp_path / "out"), "--gguf", "f16"]) == 2
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])

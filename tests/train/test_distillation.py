@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,10 @@ from isograd import verify
 from isograd.core.mesh import Mesh
 from isograd.errors import IsogradError
 from isograd.hf import export_hf
+from isograd.io.safetensors_reader import SafetensorsReader
 from isograd.models import Transformer, TransformerConfig
 from isograd.prove import Case
-from isograd.train import journal, loop
+from isograd.train import journal, loop, resources, startup
 from isograd.train.config import Config
 from isograd.train.distillation import DistilTransformer
 from isograd.train.loop import RunOptions
@@ -149,9 +151,24 @@ def test_a_resume_with_another_teacher_is_refused(teachers: dict[int, str], tmp_
     assert loop.run(config, QUIET).code == 0
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(teachers: dict[int, str]) -> None:
+def test_a_teacher_of_another_vocabulary_or_none_is_refused_before_a_rank_starts(
+    teachers: dict[int, str], tmp_path: Path
+) -> None:
     with pytest.raises(IsogradError, match=r"IG635[\s\S]*257 ids"):
         student(Mesh("dp1"), Distil(teacher=teachers[257]))
+    for teacher, error in ((teachers[31], r"IG635[\s\S]*31 ids"), (str(tmp_path / "none"), "none")):
+        with pytest.raises(IsogradError, match=error):
+            startup.refuse_early(config_of(tmp_path / "run", distil={"teacher": teacher}), "auto")
+
+
+def test_the_memory_before_a_start_has_the_teacher_in_the_last_stage(teachers: dict[int, str], tmp_path: Path) -> None:
+    weights = 8 * sum(math.prod(shape) for shape in SafetensorsReader(teachers[257]).shapes.values())
+    for layout, more in (("dp2 zero1", [weights]), ("pp2", [0, weights])):
+        options: tuple[dict[str, Any], ...] = ({}, {"distil": {"teacher": teachers[257]}})
+        plain, taught = (resources.forecast(config_of(tmp_path / "run", layout=layout, **each)) for each in options)
+        both = list(zip(plain.stages, taught.stages, strict=True))
+        assert [b.parameters - a.parameters for a, b in both] == more
+        assert [b.activations > a.activations for a, b in both] == [each > 0 for each in more]
 
 
 def test_a_teacher_of_task_preference_is_refused(tmp_path: Path) -> None:

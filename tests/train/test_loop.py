@@ -121,7 +121,7 @@ def test_an_evaluation_made_up_for_counts_for_the_best_checkpoint_and_for_patien
 ) -> None:
     """A run that is stopped before each evaluation ends where the run that goes on ends, with its best checkpoint."""
     held_out = {2: 1.0, 4: 2.0, 6: 3.0}
-    for name, untils in (("whole", [None]), ("cut", [2, 4, None, None])):
+    for name, untils in (("whole", [None]), ("cut", [2, 4, 6, None, None])):
         coming = iter(held_out.values())
         monkeypatch.setattr(LanguageTask, "evaluate", lambda *_, coming=coming: Evaluated(next(coming), 1.0))
         config = config_of(

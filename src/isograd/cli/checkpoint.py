@@ -211,18 +211,19 @@ def _convert(options: argparse.Namespace) -> int:
     from isograd.hf.gguf_file import need_gguf, write_gguf
     from isograd.io.store import place_of
 
+    if options.gguf is not None:
+        need_gguf()  # before a folder is written, which a second try would find in its way
     if options.config is not None:
         return _import(argparse.Namespace(**vars(options), prefix=None, states=None))
     place = one_of(place_of(options.place))
     if options.adapters:
-        if options.tokenizer or options.dtype or options.ema:
+        if options.tokenizer or options.dtype or options.ema or options.gguf:
             raise ConfigError(
-                "IG600", "--adapters writes adapters alone, as they were trained", seen="--tokenizer, --dtype or --ema",
+                "IG600", "--adapters writes adapters alone, as they were trained",
+                seen="--tokenizer, --dtype, --ema or --gguf",
                 fix="leave it out; without --adapters the whole model is written",
             )  # fmt: skip
         return _written(place, convert_adapters(place, options.out), options.push_to_hub)
-    if options.gguf is not None:
-        need_gguf()
     out = convert(
         place, options.out, tokenizer=options.tokenizer, max_shard_gb=options.max_shard_gb, ema=options.ema,
         dtype=_dtype(options.dtype),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from isograd.core.layout import Layout
-from isograd.errors import IntegrationError
 from isograd.integrations.deepspeed.keys import KeyOutcome, Keys
 
 LAUNCH = "torchrun, Slurm and Kubernetes start ranks: isograd train --emit"
@@ -28,11 +27,8 @@ IDLE = {
 }  # fmt: skip
 
 
-def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[KeyOutcome]]:
+def convert(values: dict[str, Any], ranks: int | None) -> tuple[dict[str, Any], list[KeyOutcome]]:
     """The fields of a run's config, and every key of the file with its fate."""
-    if not isinstance(values, dict):
-        seen = type(values).__name__
-        raise IntegrationError("IG863", "this is no config of accelerate", seen=seen, expected="a mapping of keys")
     keys = Keys({name: value for name, value in values.items() if value is not None}, [])
     every = keys.positive_int("num_processes", "layout: its ranks", 1)
     ranks = ranks or every

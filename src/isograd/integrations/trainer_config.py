@@ -51,10 +51,9 @@ OPEN = {  # to be set by hand
 }  # fmt: skip
 
 
-def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[KeyOutcome]]:
+def convert(values: dict[str, Any], ranks: int | None) -> tuple[dict[str, Any], list[KeyOutcome]]:
     """The fields of a run's config, and every argument with its fate."""
-    known = dict(values) if isinstance(values, dict) else {}
-    keys = Keys({name: value for name, value in known.items() if value is not None}, [])
+    keys = Keys({name: value for name, value in values.items() if value is not None}, [])
     ranks = ranks or 1
     each = keys.positive_int("per_device_train_batch_size", "batch", 8)
     parts = keys.positive_int("gradient_accumulation_steps", "micro_batches", 1)

@@ -50,15 +50,21 @@ class DistilTransformer(Transformer):
         return (1 - options.weight) * loss + options.weight * mean, count
 
 
-def teacher(options: Distil, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype) -> Transformer:
-    """The teacher of a model with this config, with its weights."""
+def teacher_config(options: Distil, vocab: int) -> TransformerConfig:
+    """What the teacher is; refused unless it has a model's vocabulary."""
     described = load_config(options.teacher)
-    if described.vocab != config.vocab:
+    if described.vocab != vocab:
         raise ConfigError(
             "IG635", "the teacher has another vocabulary than the model",
             seen=f"{described.vocab} ids in {options.teacher}",
-            expected=f"{config.vocab}, as in the model", fix="a teacher with the model's tokenizer (distil.teacher)",
+            expected=f"{vocab}, as in the model", fix="a teacher with the model's tokenizer (distil.teacher)",
         )  # fmt: skip
+    return described
+
+
+def teacher(options: Distil, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype) -> Transformer:
+    """The teacher of a model with this config, with its weights."""
+    described = teacher_config(options, config.vocab)
     on = mesh if mesh.layout.pp == 1 else Mesh.unbound("dp1")
     made = Transformer(described, on, dtype=dtype, device=mesh.device).requires_grad_(False)
     load_hf(made, options.teacher)

@@ -16,7 +16,7 @@ import math
 import os
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ import torch
 
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
+from isograd.hf.configs import load_config
 from isograd.hf.quantized import BYTES
 from isograd.io.safetensors_reader import SafetensorsReader
 from isograd.models import Transformer
@@ -134,7 +135,18 @@ def forecast(config: Config) -> Forecast:
         rank = layout.rank({"pp": index, "dp": 0, "cp": 0, "tp": 0})
         Transformer(work.model, Mesh.unbound(layout, rank), device="meta")
     count = int(params_on_rank(work, Layout(), 0).all)
-    return Forecast([of_stage(work, layout, index) for index in range(layout.pp)], count, count)
+    stages = [of_stage(work, layout, index) for index in range(layout.pp)]
+    if config.distil is not None:
+        stages[-1] = _with_teacher(stages[-1], config.distil.teacher, work, layout)
+    return Forecast(stages, count, count)
+
+
+def _with_teacher(stage: Memory, folder: str, work: Work, layout: Layout) -> Memory:
+    """The last stage with a teacher, cut as the model is or, under pp, whole; and all logits of both."""
+    taught_by = replace(work, model=load_config(folder))
+    weights = params_on_rank(taught_by, layout if layout.pp == 1 else Layout(), 0).all * work.size
+    logits = work.tokens(layout) * work.model.vocab * 2 * (work.size + 3 * work.sum_bytes)
+    return replace(stage, parameters=stage.parameters + weights, activations=stage.activations + logits)
 
 
 def work_of(config: Config) -> Work:

@@ -32,6 +32,7 @@ from isograd.io import tempdir, terminal
 from isograd.plan.memory import LOAD
 from isograd.train import language, run_folder, texts
 from isograd.train.config import Config
+from isograd.train.distillation import teacher_config
 from isograd.train.journal import human
 from isograd.train.loop import RunOptions, RunOutcome, run
 from isograd.train.optimizers import class_of
@@ -116,8 +117,10 @@ def refuse_data(config: Config) -> None:
 
 
 def refuse_early(config: Config, resume: str) -> None:
-    """Raise what the ranks would raise: about packages, the folder, the place to resume from, and the tokenizer."""
+    """Raise what the ranks would raise: about packages, teacher, folder, the place to resume from, tokenizer."""
     class_of(config.optimizer.name)
+    if config.distil is not None:
+        teacher_config(config.distil, language.vocabulary(config))
     if config.evaluate.tasks:
         harness.need()
     run_folder.make_folder(config.folder)

@@ -3,6 +3,7 @@ on texts that belong together."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -69,17 +70,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | None = None) -> Engine:
     """The engine that a config asks for."""
-    engine = Engine(
-        model,
-        mesh,
-        factory(config.optimizer),
-        clip=config.optimizer.clip,
-        reproducible=config.reproducible,
-        offload=config.optimizer.offload,
-        weights=weights,
-        matrices=MATRICES.get(config.optimizer.name, ()),
-        elementwise=config.optimizer.name in ELEMENTWISE,
-    )
+    with warnings.catch_warnings():  # a reward model's head is new on purpose
+        warnings.filterwarnings("ignore", r"not among the stored weights.*: \['score\.weight'\]$")
+        engine = Engine(
+            model, mesh, factory(config.optimizer), clip=config.optimizer.clip, reproducible=config.reproducible,
+            offload=config.optimizer.offload, weights=weights, matrices=MATRICES.get(config.optimizer.name, ()),
+            elementwise=config.optimizer.name in ELEMENTWISE,
+        )  # fmt: skip
     if config.ema is not None:
         WeightAverage(engine, config.ema)
     return engine
