@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_741,
-    "isograd-verify, lines": 17_906,
-    "comm + engine, lines": 9_225,
+    "isograd, lines": 51_957,
+    "isograd-verify, lines": 17_907,
+    "comm + engine, lines": 9_280,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

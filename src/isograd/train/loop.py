@@ -260,12 +260,11 @@ class _Run:
         step = self.start
         if early := self._stopping(step):
             return early
-        if self.config.evaluate.first and step == 0:
+        missed = self._missed_evaluation(step)
+        if missed or (self.config.evaluate.first and step == 0):
             self._evaluate(step)
-        elif self._missed_evaluation(step):
-            self._evaluate(step)
-            if self.config.evaluate.patience or self.config.checkpoint.keep_best:  # which the checkpoint has to know
-                self.keeper.save(step, self._extra())
+        if missed and (self.config.evaluate.patience or self.config.checkpoint.keep_best):  # its checkpoint says more
+            self.keeper.save(step, self._extra())
         if self._stops_early(step):
             return self._finish(step)
         began, at = time.perf_counter(), step
@@ -423,8 +422,7 @@ class _Run:
 
     def _missed_evaluation(self, step: int) -> bool:
         """Whether a run ended, or a rank died, before the evaluation of the step that it resumes from was written."""
-        due = step > 0 and (step == self.config.steps or is_due(step, self.config.evaluate.every))
-        if not due:
+        if step == 0 or (step != self.config.steps and not is_due(step, self.config.evaluate.every)):
             return False
         lines = journal.read(self.config.folder / "metrics.jsonl") if self.log is not None else ()
         found = any(line.get("event") == "evaluation" and line.get("step") == step for line in lines)
@@ -443,8 +441,8 @@ class _Run:
             if self.copies is not None:
                 self.copies.extra.update(self._extra())
         if self.log is not None and found is not None:
-            unit = self.task.unit
-            self.log.write(step=step, event="evaluation", loss=found.loss, weight=found.weight, unit=unit, **found.more)
+            about = {"loss": found.loss, "weight": found.weight, "unit": self.task.unit} | found.more
+            self.log.write(step=step, event="evaluation", **about)
         return better
 
     def _show(self, step: int, steps: int, seconds: float, stats: Stats, rate: float) -> None:
@@ -476,12 +474,11 @@ class _Run:
         if text is not None:
             self._event("model", text, step)
         if self.mesh.rank == 0:
-            metrics, picture = self.config.folder / "metrics.jsonl", self.config.folder / "loss.png"
-            name = self.config.folder.name
-            drawn = plots.curves({name: journal.curve(metrics)}, picture, name)
+            folder = self.config.folder
+            metrics, picture, heat = (folder / name for name in ("metrics.jsonl", "loss.png", "experts.png"))
+            drawn = plots.curves({folder.name: journal.curve(metrics)}, picture, folder.name)
             self._event("picture", f"loss curve: {picture}" if drawn else
                         "no loss curve: pip install matplotlib for one", step)  # fmt: skip
-            heat = self.config.folder / "experts.png"
             if journal.draw_experts(metrics, heat):
                 self._event("picture", f"load of the experts: {heat}", step)
         return self._outcome(0, step, "")
