@@ -136,8 +136,9 @@ def test_a_factor_is_flagged_alone_and_decided_beside_one_device(
     assert (BUG, bug) in said(beside) if decided else (INCONCLUSIVE, bug) in said(beside), beside.findings
 
 
-def test_functional_gradients_are_said_not_to_be_watched_in_one_line(watched: Any) -> None:  # V21, V4
-    subject = watched(trackers.functional)
+def test_functional_gradients_are_said_not_to_be_watched_in_one_line(both: Any) -> None:  # V21, V4
+    subject, beside = both(trackers.functional)
+    assert beside.findings[0].sentence == "not compared with one device: no backward was seen"
     (found,) = [f for f in subject.findings if f.verdict != NOTE]
     assert (found.verdict, subject.verdict) == (INCONCLUSIVE, INCONCLUSIVE)
     assert found.sentence.startswith("the program takes gradients by torch.func")

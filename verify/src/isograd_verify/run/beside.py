@@ -257,7 +257,7 @@ def _queue(candidate: Recording) -> tuple[list[Fed], NoReference]:
         if held:
             save_file(held, candidate.path / WEIGHTS.format(step))
         queue += found
-    return queue, NoReference("", "")
+    return queue, NoReference("" if queue else "no backward was seen", SAME_DATA)
 
 
 def _backwards(candidate: Recording, step: int) -> list[Fed]:
