@@ -92,7 +92,7 @@ def test_what_is_not_read_is_said(watched: Any, judged: Any) -> None:
     for program, sentence in (
         (people.reduced_inside_step, "only 0 of 9 gradients were compared"),
         (people.flat_shards, "only 0 of 9 gradients were compared"),
-        (people.adversaries, "learn in some steps and not in others"),
+        (people.adversaries, "begins otherwise on one device"),
         (people.served, "no optimizer was seen to step"),
     ):
         subject = judged(program)
@@ -101,5 +101,8 @@ def test_what_is_not_read_is_said(watched: Any, judged: Any) -> None:
 
 def test_layers_that_are_frozen_at_first_are_not_taken_for_cut_off(judged: Any) -> None:  # V14
     subject = judged(people.unfrozen_later)
-    assert "learn in some steps and not in others" in subject.findings[0].sentence
-    assert [f.bug for f in subject.findings if f.verdict == BUG] == ["outside-wrapper"], subject.findings
+    (found,) = [f for f in subject.findings if f.verdict == BUG]
+    assert (found.bug, set(found.tensors), found.sentence[:6]) == ("outside-wrapper", BLOCK, "step 2"), found
+    subject = judged(people.unfrozen_later, False)
+    assert (subject.verdict, said(subject)) == (PASS, []), subject.findings
+    assert subject.facts["gradients"] == "9 compared by name, step 2 last"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 
@@ -114,7 +115,12 @@ class WorldOfOne:
         """(the recording, the backwards that were done again). `natural`: its first step is the program's own. `means`:
         a file of what modules carry, in place of what they carried."""
         home = self.candidate.path
-        about = {"backwards": queue, "natural": natural, "moving": moving(self.candidate), "means": means}
+        about: dict[str, Any] = {"backwards": queue, "natural": natural, "means": means}
+        about["moving"] = moving(self.candidate)
+        about["learn"] = {
+            of: {name: one.trainable for name, one in self.candidate.ranks[0].of(Step, of)[0].parameters.items()}
+            for *_, of in queue
+        }
         write_json(home / "feed.json", about)
         one = self._start(home / name)
         steps = [e.step for e in one.ranks[0].of(Step) if not e.note]

@@ -78,6 +78,7 @@ class Feed:
         about = read_json(file, CONFIG)
         self.home = file.parent
         self.queue = [([int(r) for r in ranks], int(micro), int(step)) for ranks, micro, step in about["backwards"]]
+        self.learn = {int(step): held for step, held in about["learn"].items()}  # by step: whether a parameter did so
         self.natural = bool(about["natural"])  # the first step is the program's own
         self.fed = self.call = 0  # backwards that are over; calls of the model in this one
         self.cached = False  # calls without a graph were fed in this step: what follows from them stands in variables
@@ -164,7 +165,8 @@ class Feed:
                 self.start[name] = foreign.local(parameter).detach().clone()
 
     def _set_weights(self, step: int) -> None:
-        """All weights, also of a model that follows this one, are those with which the other run's step began."""
+        """All weights, also of a model that follows this one, are those with which the other run's step began; what
+        learned there learns here."""
         held = load(self.home / WEIGHTS.format(step)) if step > 1 else self.start
         for name, parameter in self.capture.learn_names().items():
             here = foreign.local(parameter).data
@@ -173,6 +175,8 @@ class Feed:
                 raise RuntimeError(f"{name} has another shape on one device in step {step}")
             if value is not None:
                 here.copy_(value)
+            if parameter.requires_grad != self.learn[step].get(name, parameter.requires_grad):
+                parameter.requires_grad_(not parameter.requires_grad)
 
     def _leave_states(self) -> None:
         """What modules carry behind the last backward."""
