@@ -38,11 +38,11 @@ RIGHT: tuple[tuple[Any, ...], ...] = (
     (trackers.reduced_twice, False),  # V23
     (trackers.hook_that_never_runs, True),  # V14
     (trackers.group_of_one, False),  # V14, V24
+    (people.unfrozen_later, False),  # V14
 )
 RIGHT_ALONE: tuple[tuple[Any, ...], ...] = (  # beside one device they are INCONCLUSIVE, and say why
     (trackers.mean_per_micro, False),  # V6
     (trackers.norm_of_own_shards,),  # V9
-    (people.unfrozen_later, False),  # V14
 )
 WRONG: tuple[tuple[Any, ...], ...] = (  # program, arguments, bug, words of what is said alone, and beside one device
     (trackers.sharded_ddp, ("0.weight",), "", "weights (0.weight): not summed over ranks 0, 1", ""),  # V1
