@@ -53,6 +53,15 @@ def test_what_contradicts_itself_is_named_alone(watched: Any, program: Any, bug:
     assert words in next(f.sentence for f in wrong.findings if f.verdict == BUG), wrong.findings
 
 
+def test_what_each_rank_does_to_its_part_of_a_gradient_is_flagged_beside_one_device(judged: Any) -> None:
+    right, wrong = judged(testers.clamped, False), judged(testers.clamped, True)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    assert (wrong.verdict, said(wrong)) == (INCONCLUSIVE, [(INCONCLUSIVE, "")]), wrong.findings
+    (found,) = [f for f in wrong.findings if f.verdict == INCONCLUSIVE]
+    assert "the same loss and other gradients" in found.sentence and len(found.tensors) == 4
+    assert min(wrong.errors[name] for name in found.tensors) > 0.1
+
+
 def test_rows_of_ids_that_do_not_occur_are_no_sign_of_cuts() -> None:  # V11
     truth = torch.randn(12, 5, dtype=torch.float64)
     truth[[3, 7]] = 0

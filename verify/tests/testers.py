@@ -233,3 +233,21 @@ def teacher(wrong: bool, steps: int = 4) -> None:
         with torch.no_grad():
             for kept, p in zip(slow.parameters(), student.parameters(), strict=True):
                 kept.lerp_(p, 0.01)
+
+
+def clamped(wrong: bool, steps: int = 4) -> None:
+    """Elements of gradients are clamped: of the mean over the ranks. `wrong`: of each rank's own, before it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
+    for p in model.parameters() if wrong else ():
+        p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    own = torch.Generator().manual_seed(10 + dist.get_rank())
+    for _ in range(steps):
+        x, y = torch.randn(8, 6, generator=own), torch.randn(8, 4, generator=own)
+        F.mse_loss(wrapped(x), y).backward()
+        if not wrong:
+            nn.utils.clip_grad_value_(wrapped.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()

@@ -24,11 +24,13 @@ from isograd_verify.compare.compare import compare
 from isograd_verify.compare.loss_terms import own_rows
 from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, steady
 from isograd_verify.compare.states import carried, local, moved, moving, step_of
+from isograd_verify.compare.tensorwise import limit_of
 from isograd_verify.errors import VerifyError
+from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.events import Backward, Lost, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
-from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
 from isograd_verify.watch.calls import CACHE, GRAPH
 
 MOST_STARTS = 16
@@ -67,6 +69,9 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
         beside.findings += [Finding(NOTE, "", TOGETHER)] if together else []
         if beside.verdict != BUG:
             beside.findings += _carried(one, again, beside.errors)
+        if beside.verdict == PASS and "1" in reference.about.get("again", {}):
+            micros = [fed.micro for fed in again if fed.of == 1 and fed.rank == 0]
+            beside.findings += _at_once(one, reference, micros, beside.errors)
         beside.findings = own_rows(candidate, reference, beside.findings)
         last, why = max(reference.steps), reference.about.get("why")
         if why and last < max(candidate.steps):
@@ -234,6 +239,40 @@ def _together(alone: WorldOfOne, why: Mixed, queue: list[Fed]) -> Recording:
         return _combined(alone, one, False, queue, again, why.why, together=True)
     except NoReference as error:
         raise NoReference(f"{why.why}; given the rows of all ranks together: {error.why}", why.fix) from error
+
+
+def _at_once(
+    alone: WorldOfOne, reference: Recording, micros: list[int], errors: dict[str, float]
+) -> list[Finding]:  # fmt: skip
+    """Whether one device that is given the rows of all ranks in one batch has the same loss and other gradients: the
+    rows of each rank by themselves, one after the other, go the way that they went on the ranks. `errors`: to add to.
+    """
+    ranks, place = distinct(alone.candidate), alone.candidate.path / "at-once"
+    if len(ranks) < 2:
+        return []
+    try:
+        first, whole = replace(alone, replay=False).again("together", [(ranks, micro, 1) for micro in micros], True)
+        writer = RankWriter(place, 0, 1)
+        combine(alone.candidate, first, whole, writer, {}, True)
+        writer.close()
+        write_json(place / "recording.json", {"version": VERSION, "layout": "1"})
+        ours, theirs = (one.ranks[0].group(1, "sum") for one in (Recording(place), reference))
+    except (NoReference, VerifyError):  # it has another loss, or calls that cannot be joined
+        return []
+    limit = 10 * limit_of(Analysis(alone.candidate, 1))
+    size = 1e-3 * max((float(value.norm()) for value in theirs.values()), default=0.0)
+    found = {n: float((ours[n] - v).norm()) / max(float(v.norm()), size) for n, v in theirs.items() if n in ours}
+    apart = sorted((n for n, error in found.items() if error > limit), key=lambda n: -found[n])
+    if not apart:
+        return []
+    errors |= {name: found[name] for name in apart}
+    sentence = (
+        f"step 1: given the rows of all ranks in one batch, one device has the same loss and other gradients of "
+        f"{listed(tuple(apart))} (by up to {found[apart[0]]:.1e}): between backward and the reduction something is not "
+        "linear in the gradient, such as a clamp or a clip on each rank"
+    )
+    look = "hooks on tensors and parameters, and functions with a backward of their own: change the sum, not its parts"
+    return [Finding(INCONCLUSIVE, "", sentence, tensors=tuple(apart), look=look)]
 
 
 def _carried(alone: WorldOfOne, again: list[Again], errors: dict[str, float]) -> list[Finding]:

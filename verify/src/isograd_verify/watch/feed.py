@@ -175,8 +175,8 @@ class Feed:
                 raise RuntimeError(f"{name} has another shape on one device in step {step}")
             if value is not None:
                 here.copy_(value)
-            if parameter.requires_grad != self.learn[step].get(name, parameter.requires_grad):
-                parameter.requires_grad_(not parameter.requires_grad)
+            if isinstance(parameter, Tensor) and name in self.learn[step]:
+                parameter.requires_grad_(self.learn[step][name])
 
     def _leave_states(self) -> None:
         """What modules carry behind the last backward."""
