@@ -226,8 +226,9 @@ def test_what_cannot_be_equal_or_computed_is_refused(monkeypatch: pytest.MonkeyP
             use(**more)
     assert not use("cp2", "rowwise_with_gw_hp")
     monkeypatch.setattr(float8, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"IG480[\s\S]*pip install 'isograd\[float8\]'"):
+    with pytest.raises(ModelError, match="IG480") as refused:
         use()
+    assert "pip install 'isograd[float8]'" in str(refused.value)
     text = {"sources": [{"builtin": "stdlib"}], "length": 8}
     for model, changes in (({"float8_emulate": True}, {}), ({"float8": "rowwise"}, {"adapter": {}})):
         values = {"run": "x", "steps": 1, "batch": 2, "optimizer": {"lr": 0.1}, "data": text, **changes}

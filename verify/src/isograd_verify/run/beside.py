@@ -252,6 +252,8 @@ def _at_once(
         return []
     try:
         first, whole = replace(alone, replay=False).again("together", [(ranks, micro, 1) for micro in micros], True)
+        if len(whole) < len(micros):
+            return []
         writer = RankWriter(place, 0, 1)
         combine(alone.candidate, first, whole, writer, {}, True)
         writer.close()
