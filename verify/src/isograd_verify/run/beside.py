@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from isograd_verify.compare.combined import combine, copy, distinct, one_model, saw_the_same, weights_before
 from isograd_verify.compare.compare import compare
-from isograd_verify.compare.loss_terms import own_rows
+from isograd_verify.compare.loss_terms import own_rows, same_loss
 from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, steady
 from isograd_verify.compare.states import carried, local, moved, moving, step_of
 from isograd_verify.compare.tensorwise import limit_of
@@ -31,6 +31,7 @@ from isograd_verify.record.events import Backward, Lost, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
+from isograd_verify.tolerances import LIMITS
 from isograd_verify.watch.calls import CACHE, GRAPH
 
 MOST_STARTS = 16
@@ -252,7 +253,7 @@ def _at_once(
         return []
     try:
         first, whole = replace(alone, replay=False).again("together", [(ranks, micro, 1) for micro in micros], True)
-        if len(whole) < len(micros):
+        if len(whole) < len(micros) or not all(_to_rounding(alone.candidate, one, ranks) for one in whole):
             return []
         writer = RankWriter(place, 0, 1)
         combine(alone.candidate, first, whole, writer, {}, True)
@@ -275,6 +276,14 @@ def _at_once(
     )
     look = "hooks on tensors and parameters, and functions with a backward of their own: change the sum, not its parts"
     return [Finding(INCONCLUSIVE, "", sentence, tensors=tuple(apart), look=look)]
+
+
+def _to_rounding(candidate: Recording, one: Again, ranks: list[int]) -> bool:
+    """Whether a backward has the loss of the ranks in every digit: with a batch norm or a balance loss it has not."""
+    limit = limit_of(Analysis(candidate, one.of))
+    held = [candidate.ranks[rank].tensors(one.of) for rank in ranks]
+    theirs = [float(tensors[f"root/{one.micro}"]) for tensors in held]
+    return limit <= LIMITS["float32"][0] and same_loss(float(one.record.tensors(one.step)["loss"]), theirs, limit / 30)
 
 
 def _carried(alone: WorldOfOne, again: list[Again], errors: dict[str, float]) -> list[Finding]:
