@@ -93,6 +93,24 @@ def combine(
     return factors
 
 
+def at_once(candidate: Recording, alone: Recording, whole: list[Again], reference: Recording) -> dict[str, float]:
+    """Errors of one device's first step against itself when each of `whole` was given the rows of all ranks, where it
+    then has their loss to rounding: with a batch norm or a balance loss it has not. Right gradients are left out."""
+    weights_stayed(candidate, alone, whole)
+    limit, factor = _limit(whole[0]), own_factor(alone)
+    if limit > tolerances.LIMITS["float32"][1]:
+        return {}
+    same_losses(candidate, whole, limit / 300)
+    truth, found = reference.ranks[0].group(1, "sum"), dict[str, float]()
+    size = 1e-3 * max((float(value.norm()) for value in truth.values()), default=0.0)
+    for name, value in truth.items():
+        ours = _total([(one, factor, f"sum/{name}") for one in whole])
+        error = 0.0 if ours is None else float((ours - value).norm()) / max(float(value.norm()), size)
+        if error > 10 * limit:
+            found[name] = error
+    return found
+
+
 def weights_before(candidate: Recording, step: int) -> dict[str, Tensor]:
     """All weights, whole, with which a step began; refused where a part of them is not known, or where it belongs."""
     analysis = Analysis(candidate, step)
@@ -246,13 +264,13 @@ def same_outputs(candidate: Recording, again: list[Again]) -> None:
                 )
 
 
-def same_losses(candidate: Recording, again: list[Again]) -> None:
+def same_losses(candidate: Recording, again: list[Again], limit: float | None = None) -> None:
     """One device, given the rows of all ranks together, computes the loss that the ranks have computed."""
     ranks = distinct(candidate, again[0].of)
     for one in again:
         ours = float(one.record.tensors(one.step)["loss"])
         theirs = [float(candidate.ranks[rank].tensors(one.of)[f"root/{one.micro}"]) for rank in ranks]
-        if not same_loss(ours, theirs, _limit(one)):
+        if not same_loss(ours, theirs, limit or _limit(one)):
             raise NoReference(
                 f"the loss of micro-batch {one.micro} is {ours:.6g} where one device is given the rows of all ranks, "
                 f"and {', '.join(f'{value:.6g}' for value in theirs)} on the ranks",

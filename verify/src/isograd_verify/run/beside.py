@@ -19,19 +19,16 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from isograd_verify.compare.combined import combine, copy, distinct, one_model, saw_the_same, weights_before
+from isograd_verify.compare.combined import at_once, combine, copy, distinct, one_model, saw_the_same, weights_before
 from isograd_verify.compare.compare import compare
-from isograd_verify.compare.loss_terms import own_rows, same_loss
+from isograd_verify.compare.loss_terms import own_rows
 from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, steady
 from isograd_verify.compare.states import carried, local, moved, moving, step_of
-from isograd_verify.compare.tensorwise import limit_of
 from isograd_verify.errors import VerifyError
-from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.events import Backward, Lost, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
-from isograd_verify.tolerances import LIMITS
 from isograd_verify.watch.calls import CACHE, GRAPH
 
 MOST_STARTS = 16
@@ -242,48 +239,26 @@ def _together(alone: WorldOfOne, why: Mixed, queue: list[Fed]) -> Recording:
         raise NoReference(f"{why.why}; given the rows of all ranks together: {error.why}", why.fix) from error
 
 
-def _at_once(
-    alone: WorldOfOne, reference: Recording, micros: list[int], errors: dict[str, float]
-) -> list[Finding]:  # fmt: skip
-    """Whether one device that is given the rows of all ranks in one batch has the same loss and other gradients: the
-    rows of each rank by themselves, one after the other, go the way that they went on the ranks. `errors`: to add to.
-    """
-    ranks, place = distinct(alone.candidate), alone.candidate.path / "at-once"
-    if len(ranks) < 2:
-        return []
+def _at_once(alone: WorldOfOne, reference: Recording, micros: list[int], errors: dict[str, float]) -> list[Finding]:
+    """Whether one device has other gradients of the rows of all ranks in one batch than of each rank's by themselves,
+    which go the way that they went on the ranks. `errors`: to add to."""
+    ranks = distinct(alone.candidate)
     try:
         first, whole = replace(alone, replay=False).again("together", [(ranks, micro, 1) for micro in micros], True)
-        if len(whole) < len(micros) or not all(_to_rounding(alone.candidate, one, ranks) for one in whole):
-            return []
-        writer = RankWriter(place, 0, 1)
-        combine(alone.candidate, first, whole, writer, {}, True)
-        writer.close()
-        write_json(place / "recording.json", {"version": VERSION, "layout": "1"})
-        ours, theirs = (one.ranks[0].group(1, "sum") for one in (Recording(place), reference))
-    except (NoReference, VerifyError):  # it has another loss, or calls that cannot be joined
+        apart = at_once(alone.candidate, first, whole, reference) if len(whole) == len(micros) else {}
+    except NoReference:  # it has another loss, or calls that cannot be joined
         return []
-    limit = 10 * limit_of(Analysis(alone.candidate, 1))
-    size = 1e-3 * max((float(value.norm()) for value in theirs.values()), default=0.0)
-    found = {n: float((ours[n] - v).norm()) / max(float(v.norm()), size) for n, v in theirs.items() if n in ours}
-    apart = sorted((n for n, error in found.items() if error > limit), key=lambda n: -found[n])
     if not apart:
         return []
-    errors |= {name: found[name] for name in apart}
+    errors |= apart
+    names = tuple(sorted(apart, key=lambda name: -apart[name]))
     sentence = (
         f"step 1: given the rows of all ranks in one batch, one device has the same loss and other gradients of "
-        f"{listed(tuple(apart))} (by up to {found[apart[0]]:.1e}): between backward and the reduction something is not "
+        f"{listed(names)} (by up to {apart[names[0]]:.1e}): between backward and the reduction something is not "
         "linear in the gradient, such as a clamp or a clip on each rank"
     )
     look = "hooks on tensors and parameters, and functions with a backward of their own: change the sum, not its parts"
-    return [Finding(INCONCLUSIVE, "", sentence, tensors=tuple(apart), look=look)]
-
-
-def _to_rounding(candidate: Recording, one: Again, ranks: list[int]) -> bool:
-    """Whether a backward has the loss of the ranks in every digit: with a batch norm or a balance loss it has not."""
-    limit = limit_of(Analysis(candidate, one.of))
-    held = [candidate.ranks[rank].tensors(one.of) for rank in ranks]
-    theirs = [float(tensors[f"root/{one.micro}"]) for tensors in held]
-    return limit <= LIMITS["float32"][0] and same_loss(float(one.record.tensors(one.step)["loss"]), theirs, limit / 30)
+    return [Finding(INCONCLUSIVE, "", sentence, tensors=names, look=look)]
 
 
 def _carried(alone: WorldOfOne, again: list[Again], errors: dict[str, float]) -> list[Finding]:
