@@ -67,7 +67,7 @@ mixture = Mixture([Source(out)], length={length}, batch={batch}, packing="stream
 load(mixture.rows(step, range({batch}))["tokens"] for step in range(10**9))
 """,
     ("datasets", "load"): """
-from itertools import chain, repeat
+from itertools import repeat
 from datasets import load_from_disk
 from torch.utils.data import DataLoader
 rows = DataLoader(load_from_disk(out).with_format("torch"), batch_size={batch}, shuffle=True)

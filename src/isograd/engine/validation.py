@@ -143,7 +143,7 @@ def check_accumulation(mode: str, mesh: Mesh, *, overlap: bool, reproducible: bo
     raise EngineError("IG532", what, seen=f"accumulate={mode!r}", expected=expected, where=mesh.describe_rank())
 
 
-def refuse_untied(plan: Plan, mesh: Mesh) -> None:
+def refuse_shared_elements(plan: Plan, mesh: Mesh) -> None:
     """What is made contiguous gets memory of its own: parameters that shared elements would part there."""
     alike: dict[int, list[Any]] = {}
     for slot in plan.slots:
@@ -169,7 +169,7 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
     ):
         what = "the trainable parameters" if axes == DATA else f"the parameters that owe {axes!r}"
         check_same(mesh, axes, plan.fingerprint(axes), what)
-    refuse_untied(plan, mesh)
+    refuse_shared_elements(plan, mesh)
     for slot in plan.slots:
         if slot.parameter.grad is not None:
             raise EngineError("IG507", where=mesh.describe_rank(), name=slot.name)

@@ -233,7 +233,7 @@ IG572: data ranks use different parts of the model at the same time
             backwards on each, with weight 0 where a rank has no data; or use zero2
 IG573: two parameters share memory, which cannot be sharded
   expected: one nn.Parameter under two names (a tie), or memory of their own
-  fix:      assign the same nn.Parameter to both modules, or clone one of the two; or use zero2
+  fix:      assign the same nn.Parameter to both modules, or clone one of the two; contiguous ones train at zero2
 IG574: {use} of a ZeRO 3 model whose parameters are not gathered
   seen:     parameters that are NaN outside of the model's forward
   expected: with engine.full_parameters(): on all ranks, around it

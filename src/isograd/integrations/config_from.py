@@ -87,9 +87,12 @@ def read(source: str, kind: str | None) -> tuple[object, str]:
         values = yaml_reader.parse(text)
     if not isinstance(values, dict) or not values:
         raise IntegrationError(
-            "IG863", f"{source} is no config of another program", seen=f"{repr(values)[:60]}",
-            expected="keys, each with its value", fix="give the file that the other program reads",
-        )  # fmt: skip
+            "IG863",
+            f"{source} is no config of another program",
+            seen=f"{repr(values)[:60]}",
+            expected="keys, each with its value",
+            fix="give the file that the other program reads",
+        )
     known = (name for name, telling in TELLING.items() if any(key in values for key in telling))
     return values, kind or next(known, "trainer")
 

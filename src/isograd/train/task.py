@@ -73,10 +73,16 @@ def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | N
     with warnings.catch_warnings():  # a reward model's head is new on purpose
         warnings.filterwarnings("ignore", r"not among the stored weights.*: \['score\.weight'\]$")
         engine = Engine(
-            model, mesh, factory(config.optimizer), clip=config.optimizer.clip, reproducible=config.reproducible,
-            offload=config.optimizer.offload, weights=weights, matrices=MATRICES.get(config.optimizer.name, ()),
+            model,
+            mesh,
+            factory(config.optimizer),
+            clip=config.optimizer.clip,
+            reproducible=config.reproducible,
+            offload=config.optimizer.offload,
+            weights=weights,
+            matrices=MATRICES.get(config.optimizer.name, ()),
             elementwise=config.optimizer.name in ELEMENTWISE,
-        )  # fmt: skip
+        )
     if config.ema is not None:
         WeightAverage(engine, config.ema)
     return engine

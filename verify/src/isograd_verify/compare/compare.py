@@ -134,9 +134,13 @@ def _decided(explained: list[Finding], free: list[Finding], again: bool) -> list
 
 
 def _step(
-    reference: Recording, candidate: Recording, step: int, rename: dict[str, str], subject: Subject,
+    reference: Recording,
+    candidate: Recording,
+    step: int,
+    rename: dict[str, str],
+    subject: Subject,
     noise: Noise | None,
-) -> list[Finding]:  # fmt: skip
+) -> list[Finding]:
     theirs = Analysis(reference, step)
     truth, start = whole_values(theirs, "final"), whole_values(theirs, "parameter")
     analysis = Analysis(candidate, step)
@@ -215,9 +219,14 @@ def _fitted(
 
 
 def _every_tensor(
-    analysis: Analysis, reference: Recording, names: dict[str, str], expected: Mapping[str, Value],
-    places: dict[str, dict[int, Place]], noise: Noise | None, lost: set[str],
-) -> tuple[list[Tensorwise], list[str]]:  # fmt: skip
+    analysis: Analysis,
+    reference: Recording,
+    names: dict[str, str],
+    expected: Mapping[str, Value],
+    places: dict[str, dict[int, Place]],
+    noise: Noise | None,
+    lost: set[str],
+) -> tuple[list[Tensorwise], list[str]]:
     """(what was compared, names of what could not be). `lost`: gradients that the reference had and did not record."""
     whole = math.hypot(*map(norm, expected.values()))
     compared: list[Tensorwise] = []
@@ -394,9 +403,13 @@ def _norms(reference: Recording, candidate: Recording, step: int, wrong: bool, l
 
 
 def _updates(
-    analysis: Analysis, reference: Analysis, before: Mapping[str, Value], after: Mapping[str, Value],
-    names: dict[str, str], places: dict[str, dict[int, Place]],
-) -> list[Finding]:  # fmt: skip
+    analysis: Analysis,
+    reference: Analysis,
+    before: Mapping[str, Value],
+    after: Mapping[str, Value],
+    names: dict[str, str],
+    places: dict[str, dict[int, Place]],
+) -> list[Finding]:
     """Equal gradients must give equal updates: what is left is the clip factor, the learning rate, the optimizer."""
     step = analysis.step
     apart: dict[str, float] = {}

@@ -117,9 +117,15 @@ def _own_factors(step: int, factors: dict[str, float]) -> Finding:
 
 
 def _finding(
-    analysis: Analysis, step: int, symptom: Symptom, names: list[str], values: dict[Key, float], words: str,
-    telling: set[str], wrong: list[Tensorwise],
-) -> Finding:  # fmt: skip
+    analysis: Analysis,
+    step: int,
+    symptom: Symptom,
+    names: list[str],
+    values: dict[Key, float],
+    words: str,
+    telling: set[str],
+    wrong: list[Tensorwise],
+) -> Finding:
     everything = telling <= set(names)
     whom = f"all {len(names)} gradients" if everything else f"{classes_of(names)} ({listed(names)})"
     worst = max((max(t.errors.values(), default=0.0) for t in wrong if t.name in names), default=0.0)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 
@@ -118,11 +117,16 @@ class WorldOfOne:
         """(the recording, the backwards that were done again). `natural`: its first step is the program's own. `means`:
         a file of what modules carry, in place of what they carried."""
         home = self.candidate.path
-        about: dict[str, Any] = {"backwards": queue, "natural": natural, "means": means}
-        about["moving"] = moving(self.candidate)
-        about["learn"] = {
+        learn = {
             of: {name: one.trainable for name, one in self.candidate.ranks[0].of(Step, of)[0].parameters.items()}
-            for *_, of in queue
+            for of in {step for *_, step in queue}
+        }
+        about = {
+            "backwards": queue,
+            "natural": natural,
+            "moving": moving(self.candidate),
+            "means": means,
+            "learn": learn,
         }
         write_json(home / "feed.json", about)
         one = self._start(home / name)
@@ -223,8 +227,15 @@ def _combined(
                 raise
             return _together(alone, error, queue)
     writer.close()
-    about = {"version": VERSION, "layout": "1", "replay": alone.replay, "together": together, "scale": scale}
-    write_json(home / "recording.json", about | {"why": why, "again": {} if together else fed})
+    about = {
+        "version": VERSION,
+        "layout": "1",
+        "replay": alone.replay,
+        "together": together,
+        "scale": scale,
+        "why": why,
+    }
+    write_json(home / "recording.json", about | {"again": {} if together else fed})
     return Recording(home)
 
 

@@ -64,10 +64,10 @@ def copies(analysis: Analysis) -> Iterator[Finding]:
         ranks = tuple(analysis.holders(name))
         infos = [analysis.about[rank][name] for rank in ranks]
         differ = len(analysis.replica_sets(name)) == len(ranks) > 1 and len({info.shape for info in infos}) == 1
-        trained = {info.trainable for info in infos}
-        whole = len(trained) == 1 and all(info.box is None for info in infos)
-        if differ and whole and not (True in trained and _summed(analysis, name, ranks)):
-            apart.setdefault((ranks, True in trained), []).append(name)
+        trainable = infos[0].trainable
+        alike = all(info.trainable is trainable and info.box is None for info in infos)
+        if differ and alike and not (trainable and _summed(analysis, name, ranks)):
+            apart.setdefault((ranks, trainable), []).append(name)
     for (ranks, trainable), names in apart.items():
         summed = any(set(ranks) <= set(event.group) for event in reductions(analysis))
         if not summed or not _data_ranks(analysis, ranks) or _exchange(analysis, ranks):
