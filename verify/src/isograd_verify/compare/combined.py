@@ -15,7 +15,7 @@ from torch import Tensor
 from isograd_verify import tolerances
 from isograd_verify.compare.loss_terms import same_loss
 from isograd_verify.compare.same_data import contents, same_data
-from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, own_factor, shares
+from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, counts_all, own_factor, shares
 from isograd_verify.compare.values import whole_values
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.analysis import Analysis
@@ -84,6 +84,7 @@ def combine(
     weights_stayed(candidate, alone, again)
     if together:
         same_losses(candidate, again)
+        counts_all(alone, again)
         factors = [own_factor(alone)] * len(again)
     else:
         same_outputs(candidate, again)

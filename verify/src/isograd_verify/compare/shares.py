@@ -103,6 +103,21 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
     return found
 
 
+def counts_all(alone: Recording, again: list[Again]) -> None:
+    """Given the rows of all ranks, labels weigh together what those of a first step do, or each what each does there:
+    else the program divides by a number that it has counted before, in fewer rows."""
+    own, all_rows = _labels(alone.ranks[0], 1), [_labels(one.record, one.step) for one in again]
+    for site in own.keys() & set(_sites(all_rows)):
+        calls = [call for terms in all_rows for call in terms.get(site, [])]
+        whole, now = (sum(call.total for call in of) for of in (own[site], calls))
+        if not same_factor(whole, now) and not _equal([call.weight for call in (*own[site], *calls)]):
+            raise NoReference(
+                f"the labels of the loss at {site} weigh {now:.4g} together where one device is given the rows of all "
+                f"ranks, and {whole:.4g} in the program's own step: their number is counted before the model is called",
+                SAME_DATA,
+            )
+
+
 def steady(candidate: Recording, step: int) -> bool:
     """Whether each term weighs in a step what it weighs in the first one, in all or each of its numbers: no coefficient
     moves with the steps, by a schedule or with what the program keeps."""

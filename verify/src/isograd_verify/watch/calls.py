@@ -97,7 +97,9 @@ def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield path, value
     elif isinstance(value, Tensor):
         plain = value.layout is torch.strided and not value.is_nested and not isinstance(value, foreign.DTensor)
-        if plain and value.dim() and value.numel() and not value.requires_grad:  # single numbers are counts, not data
+        # Single numbers in variables are counts, not data; one that the model is given divides its loss.
+        data = value.dim() or path.startswith("argument/")
+        if plain and data and value.numel() and not value.requires_grad:
             yield path, value
     elif depth < DEEPEST and isinstance(value, Mapping):
         for name, inner in list(value.items())[:LONGEST]:
@@ -172,13 +174,16 @@ def total(roots: Any) -> Tensor:
 
 def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What calls of several ranks were made with, as one call: the rows of one rank under those of another, filled up
-    with zeros to one length. The first argument says how many rows a rank has; what has no rows must be equal."""
-    rows = [next(len(t) for name, t in one.items() if name.startswith("argument/")) for one in kept]
+    with zeros to one length. The first argument says how many rows a rank has; what has no rows must be equal, but for
+    single numbers, which are left as they are."""
+    rows = [next(len(t) for name, t in one.items() if name.startswith("argument/") and t.dim()) for one in kept]
     found = {}
     for name, first in kept[0].items():
         parts = [one[name] for one in kept if name in one]
         if name.startswith("generator/") or (len(parts) == len(kept) and all(torch.equal(p, first) for p in parts[1:])):
             found[name] = first
+        if not first.dim():
+            continue
         if name.startswith(("generator/", "state/")) or [len(p) for p in parts] != rows:
             if name.startswith("argument/") and name not in found:
                 raise RuntimeError(f"{name.partition('/')[2]} of several ranks cannot be put together as rows")

@@ -154,7 +154,7 @@ class Feed:
                 held.set_state(kept.pop(name))
             elif data and isinstance(held, Tensor) and kept[name].dtype == held.dtype:
                 held.data = kept.pop(name).to(held.device)
-        left = [name.partition("/")[2] for name in kept if name.startswith("argument/")]
+        left = [name.partition("/")[2] for name, value in kept.items() if name.startswith("argument/") and value.dim()]
         if left:
             raise RuntimeError(f"the model is called with other arguments on one device: no {', '.join(left[:3])}")
         set_generators(kept)
