@@ -29,6 +29,7 @@ from isograd_verify.judge.analysis import INSIDE, Analysis
 from isograd_verify.judge.checks import check, placed
 from isograd_verify.judge.checks.gradients import scales
 from isograd_verify.judge.checks.losses import counted, undivided
+from isograd_verify.judge.checks.traffic import local_steps
 from isograd_verify.judge.consequences import DRIFT, row, spoilt, without_consequences
 from isograd_verify.judge.naming import class_of
 from isograd_verify.record.events import Norm, Result
@@ -68,6 +69,9 @@ def compare(
     narrow = noise is not None or limit_of(Analysis(candidate, steps[0])) > tolerances.NARROW
     again = "again" in reference.about  # each step began with the candidate's own weights
     for step in steps[:1] if narrow and not again else steps:  # later weights differ by rounding already
+        if apart := local_steps(Analysis(candidate, step)):
+            explained.append(replace(apart, verdict=NOTE))
+            break
         found = _step(reference, candidate, step, rename or {}, subject, noise)
         explained += [f for f in found if f not in explained]
         if any(f.verdict == BUG or f.sentence.endswith(ADVICE) for f in found):
@@ -162,7 +166,8 @@ def _step(
         if not worst <= subject.errors.get(one.name, -1.0):
             subject.errors[one.name] = worst
             subject.by_rank[one.name] = [one.errors.get(r) for r in range(analysis.world)]
-    found += _cancelled(analysis, theirs, names, compared)
+    cancelled = _cancelled(analysis, theirs, names, compared)
+    found += [finding(NOTE, "", f"{listed(cancelled)}: the gradient is zero but for rounding")] if cancelled else []
     wrong = [t for t in compared if t.verdict == BUG]
     if noise is not None and not wrong:
         found += common_factor(analysis, noise, names, places)
@@ -179,7 +184,7 @@ def _step(
         )
         found.append(finding(INCONCLUSIVE, "", sentence, tensors=unclear))
     if wrong:
-        null = {n for n, t in names.items() if theirs.null(t)}
+        null = {n for n, t in names.items() if theirs.null(t)} | set(cancelled)
         told, strange = diagnose(
             analysis, reference, step, expected, wrong, {*(t.name for t in compared), *unplaced} - null
         )
@@ -202,14 +207,13 @@ def _step(
     )
 
 
-def _cancelled(analysis: Analysis, one: Analysis, names: dict[str, str], compared: list[Tensorwise]) -> list[Finding]:
+def _cancelled(analysis: Analysis, one: Analysis, names: dict[str, str], compared: list[Tensorwise]) -> list[str]:
     """Gradients that are zero but for rounding pass, each run with rounding of its own."""
     fed = [tuple(of) for of in one.recording.about.get("again", {}).get(str(analysis.step), [])]
     null = [t for t in compared if t.verdict != PASS and cancels(analysis, one, t.name, names[t.name], fed)]
     for tensor in null:
         tensor.verdict = PASS
-    sentence = f"{listed([t.name for t in null])}: the gradient is zero but for rounding"
-    return [finding(NOTE, "", sentence)] if null else []
+    return [tensor.name for tensor in null]
 
 
 def _fitted(
