@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -79,10 +79,10 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
     """The factor of each backward of `again`; `alone` is the program's own first step. `scale` gets each place of a
     mean that counts another number of times than once, which a coefficient does, or a divisor meant for all ranks."""
     factor = own_factor(alone)
-    labels, means = (
-        (terms_of(alone.ranks[0], 1), [terms_of(one.record, one.step) for one in again])
-        for terms_of in (_labels, _means)
-    )
+    every = [(alone.ranks[0], 1), *((one.record, one.step) for one in again)]
+    sums = {event.term for of in every for event, added in _numbers(*of) if _other_divisor(event, added)}
+    labels = _labels(*every[0]), [_labels(*of) for of in every[1:]]
+    means = _means(*every[0], sums), [_means(*of, sums) for of in every[1:]]
     try:
         found = _by_terms(*labels, factor, scale)
         counted = True
@@ -183,16 +183,25 @@ def _labels(record: RankRecord, step: int) -> TermTracker:
     return dict(found)
 
 
-def _means(record: RankRecord, step: int) -> TermTracker:
-    """A sum that is divided by another number than its own of elements (that of the whole step, say) is no mean."""
-    found: TermTracker = defaultdict(list)
+def _numbers(record: RankRecord, step: int) -> Iterator[tuple[MeanWeight, MeanWeight | None]]:
+    """Each mean, and the sum that it divides."""
     sums = {(e.micro, e.site): e for e in record.of(MeanWeight, step) if e.divided}
     for event in record.of(MeanWeight, step):
-        if not event.weight or event.divided:
-            continue
-        added = sums.get((event.micro, event.site))
+        if event.weight and not event.divided:
+            yield event, sums.get((event.micro, event.site))
+
+
+def _other_divisor(event: MeanWeight, added: MeanWeight | None) -> bool:
+    """A sum that is divided by another number than its own of elements (that of the whole step, say) is no mean."""
+    return added is not None and not event.average and event.count not in (added.count, added.nonzero)
+
+
+def _means(record: RankRecord, step: int, sums: Collection[str] = ()) -> TermTracker:
+    """`sums`: terms known for sums by another call, though here their divisor be a number of elements by chance."""
+    found: TermTracker = defaultdict(list)
+    for event, added in _numbers(record, step):
         count = event.count
-        if added is not None and not event.average and count not in (added.count, added.nonzero):
+        if added is not None and not event.average and (event.term in sums or _other_divisor(event, added)):
             count = added.nonzero or added.count
         found[event.term].append(Call(event.micro, count, event.weight, event.average))
     return dict(found)
