@@ -36,6 +36,9 @@ from isograd_verify.record.sketch import dtype_name
 from isograd_verify.tell.findings import listed
 
 
+HALF = (torch.bfloat16, torch.float16)
+
+
 def distinct(candidate: Recording, step: int = 1) -> list[int]:
     """Ranks with data of their own in a step: of several that were given the same, the first."""
     seen: dict[tuple[str, ...], int] = {}
@@ -99,9 +102,14 @@ def at_once(candidate: Recording, alone: Recording, whole: list[Again], referenc
     then has their loss to rounding: with a batch norm or a balance loss it has not. Right gradients are left out."""
     weights_stayed(candidate, alone, whole)
     limit, factor = _limit(whole[0]), own_factor(alone)
-    if limit > tolerances.LIMITS["float32"][1]:
+    sums = [value for one in whole for value in one.record.group(one.step, "sum").values()]
+    if limit > tolerances.LIMITS["float32"][1] or any(_in_half(value) for value in sums):
         return {}
+    losses = [float(v) for r in candidate.ranks for name, v in r.tensors(1).items() if name.startswith("root/")]
+    if max(losses) - min(losses) <= limit * max(map(abs, losses)):
+        return {}  # the loss is one number whatever the rows are, as that of DPO is at its beginning
     same_losses(candidate, whole, limit / 300)
+    counts_all(alone, whole)
     truth, found = reference.ranks[0].group(1, "sum"), dict[str, float]()
     size = 1e-3 * max((float(value.norm()) for value in truth.values()), default=0.0)
     for name, value in truth.items():
@@ -110,6 +118,11 @@ def at_once(candidate: Recording, alone: Recording, whole: list[Again], referenc
         if error > 10 * limit:
             found[name] = error
     return found
+
+
+def _in_half(value: Tensor) -> bool:
+    """Whether a gradient of another dtype was computed in half precision: all of its numbers are such ones."""
+    return bool(value.count_nonzero()) and any(torch.equal(value.to(half).to(value.dtype), value) for half in HALF)
 
 
 def weights_before(candidate: Recording, step: int) -> dict[str, Tensor]:
