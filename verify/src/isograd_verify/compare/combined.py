@@ -155,7 +155,7 @@ def _write(
         for given in one.record.of(ForwardInputs, one.step):
             writer.event(replace(given, step=step, micro=number, forward=number))
         for weight in one.record.of(LabelWeight, one.step):
-            writer.event(replace(weight, step=step, micro=number, low=share * weight.low, high=share * weight.high))
+            writer.event(replace(weight.times(share), step=step, micro=number))
         for term in one.record.of(LossTerm, one.step):
             weights = tuple(share * weight for weight in term.weights)
             writer.event(replace(term, step=step, micro=number, weights=weights))

@@ -36,10 +36,7 @@ class Labels:
         weight = LabelWeight(
             *c.now, count=count, low=low * scale, high=high * scale, labels=hashed, site=site, average=reduction == 1
         )
-        if c.in_function:
-            c.inner_weights.append(weight)
-        else:
-            c.event(weight)
+        self._told(weight)
 
     def weighed(self, loss: Tensor, n: Tensor | float, reduction: str) -> None:
         """The program says that a loss is over n labels (weighing.py): noted as if torch's own had computed it."""
@@ -69,4 +66,8 @@ class Labels:
                 *c.now, term=number.term, site=number.site, count=number.count, weight=weight,
                 nonzero=number.nonzero, divided=number.divided, average=number.average,
             )  # fmt: skip
-            c.event(about)
+            self._told(about)
+
+    def _told(self, weight: LabelWeight | MeanWeight) -> None:
+        """What a Function's forward finds out counts by what comes back to the Function (fused.py)."""
+        self.capture.inner_weights.append(weight) if self.capture.in_function else self.capture.event(weight)
