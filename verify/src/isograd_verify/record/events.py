@@ -261,6 +261,7 @@ class Rewritten(Event):
     kind: ClassVar[str] = "rewritten"
     site: str
     names: tuple[str, ...]
+    factor: float = 0.0  # not 0: they are all gradients, and what it did last was to multiply them by this number
 
 
 @dataclass(frozen=True, kw_only=True)

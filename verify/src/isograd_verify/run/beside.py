@@ -24,6 +24,7 @@ from isograd_verify.compare.loss_terms import own_rows
 from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, steady
 from isograd_verify.compare.states import carried, local, moved, moving, step_of
 from isograd_verify.errors import VerifyError
+from isograd_verify.judge.clips import bound
 from isograd_verify.record.events import Backward, Lost, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
@@ -152,6 +153,7 @@ class WorldOfOne:
             )
         try:
             found = Recording(place)
+            found.about["bound"] = bound(self.candidate)
         except VerifyError as error:
             why = f"the program does not train in a world of one (exit code {code}): {error.what}"
             raise NoReference(why, "see its own output; start it with one rank by itself") from error
@@ -234,6 +236,7 @@ def _combined(
         "together": together,
         "scale": scale,
         "why": why,
+        "bound": first.about["bound"],
     }
     write_json(home / "recording.json", about | {"again": {} if together else fed})
     return Recording(home)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
+from isograd_verify.record.events import REDUCING
 from isograd_verify.watch import foreign, rows
 from isograd_verify.watch.flows import OUTPUTS, Flows
 from isograd_verify.watch.labels import Labels
@@ -184,7 +185,7 @@ class WatchMode(TorchDispatchMode):
     def _note_call(self, func: Any, named: dict[str, Any]) -> tuple[_Call, int]:
         call = _Call(func, named)
         noted = self.listener.collective(call.op, call.ranks, call.tensors, call.reduce)
-        self.rewrites.communicated(noted.covers)
+        self.rewrites.communicated(noted.covers, call.tensors if noted.op in REDUCING else [])
         return call, noted.n
 
     def _after(self, sense: str, look: Callable[..., None]) -> Callable[..., Any]:
