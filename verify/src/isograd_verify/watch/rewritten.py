@@ -30,7 +30,7 @@ SCALING = ("mul_", "div_", "_foreach_mul_", "_foreach_div_", "zero_", "_foreach_
 
 
 @dataclass(frozen=True)
-class Kept:
+class Before:
     """A gradient as it was before the program wrote into it."""
 
     sketch: Tensor
@@ -49,7 +49,7 @@ class Rewrites:
 
     def begin(self) -> None:
         """A backward begins: what was kept is no gradient of the step."""
-        self.kept: dict[str, Kept] = {}
+        self.kept: dict[str, Before] = {}
         self.site = ""
         self.memory: dict[int, list[tuple[str, foreign.Held, Tensor]]] | None = None
         self.reduced: set[str] | None = None
@@ -133,7 +133,7 @@ class Rewrites:
             c.event(Rewritten(*c.now, site=self.site, names=tuple(kept), factor=factor))
         self.begin()
 
-    def _factor(self, kept: dict[str, Kept]) -> float:
+    def _factor(self, kept: dict[str, Before]) -> float:
         """By what all gradients were scaled last; 0 where they were not, or by a number that a clip does not give."""
         now = {name: float(about["squares"]) for name, about in self.capture.gradients.items()}
         held = [name for name in now if f"sum/{name}" in self.capture.tensors and now[name]]
@@ -150,7 +150,7 @@ class Rewrites:
             later = name in self.kept and not self.kept[name].scaled
             if not later and (self.reduced is None or name in self.reduced):
                 whole = part.detach().clone() if c.whole else None
-                self.kept[name] = Kept(sketch(part, c.offset(name, parameter, part)), squares(part), whole, scales)
+                self.kept[name] = Before(sketch(part, c.offset(name, parameter, part)), squares(part), whole, scales)
                 self.site = self.site or call_site(c.base)
 
     def _between(self) -> bool:
