@@ -171,15 +171,9 @@ def _labels(record: RankRecord, step: int) -> TermTracker:
 def _means(record: RankRecord, step: int) -> TermTracker:
     """A sum that is divided by another number than its own of elements (that of the whole step, say) is no mean."""
     found: TermTracker = defaultdict(list)
-    sums = {(e.micro, e.site): e for e in record.of(MeanWeight, step) if e.divided}
     for event in record.of(MeanWeight, step):
-        if not event.weight or event.divided:
-            continue
-        added = sums.get((event.micro, event.site))
-        count = event.count
-        if added is not None and not event.average and count not in (added.count, added.nonzero):
-            count = added.nonzero or added.count
-        found[event.term].append(Call(event.micro, count, event.weight, event.average))
+        if event.weight and not event.divided:
+            found[event.term].append(Call(event.micro, event.elements or event.count, event.weight, event.average))
     return dict(found)
 
 

@@ -184,6 +184,7 @@ class MeanWeight(Event):
     nonzero: float = 0.0  # so many of them are not zero, where that may be the count; 0: it is not
     divided: bool = False  # a sum that a whole number divides: what comes of it is told as a mean, too
     average: bool = False  # an operator took the mean: the count was not a divisor of the program's own
+    elements: float = 0.0  # not 0: it is the quotient of a sum of so many and of another number
 
     def times(self, factor: float) -> MeanWeight:
         """The same numbers in a loss that counts so many times."""
@@ -252,6 +253,16 @@ class Changed(Event):
     kind: ClassVar[str] = "changed"
     during: str  # "forward", "backward", "between"
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried(Event):
+    """What a backward begins with was made from a tensor that a module carries from step to step, and that has changed
+    since it was first seen; `carried/NAME` is its sketch."""
+
+    kind: ClassVar[str] = "carried"
+    name: str
+    began: str  # its hash when it was first seen
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,6 +76,9 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
             beside.findings.append(Finding(NOTE, "", f"not compared with one device behind step {last}: {why}"))
             later = [f for f in subject.findings if f.verdict != NOTE and step_of(f) > last]
             beside.findings += [carried(candidate, again, f) for f in later]
+        if beside.verdict == PASS:  # each rank's rows were given with what the rank had carried
+            own = [f for f in subject.findings if f.verdict == INCONCLUSIVE and f.bug == "statistic-unreduced"]
+            beside.findings += [f for f in own if step_of(f) <= last]
         for site, times in reference.about.get("scale", {}).items():
             beside.findings = [_open(found, site, times) for found in beside.findings]
     except NoReference as error:

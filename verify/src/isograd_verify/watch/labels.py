@@ -65,6 +65,7 @@ class Labels:
             about = MeanWeight(
                 *c.now, term=number.term, site=number.site, count=number.count, weight=weight,
                 nonzero=number.nonzero, divided=number.divided, average=number.average,
+                elements=number.elements,
             )  # fmt: skip
             self._note(about)
 
