@@ -88,6 +88,8 @@ def test_a_running_size_in_a_plain_variable_is_flagged_alone_and_beside_one(
 def test_a_balance_loss_that_counts_once_per_rank_is_named(judged: Any, ranks: int) -> None:
     right, wrong = judged(later.balanced, False, ranks=ranks), judged(later.balanced, True, ranks=ranks)
     assert (right.verdict, said(right)) == (PASS, []), right.findings
+    (note,) = [f.sentence for f in right.findings if "no mean over rows" in f.sentence]
+    assert "another term of the loss at verify/tests/later.py" in note and "in forward" in note
     assert said(wrong) == [(BUG, "aux-times-world")], wrong.findings
     (found,) = [f for f in wrong.findings if f.verdict == BUG]
     assert f"counts {ranks} times what it should" in found.sentence and "later.py" in found.sentence

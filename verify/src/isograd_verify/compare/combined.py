@@ -111,6 +111,27 @@ def at_once(candidate: Recording, alone: Recording, whole: list[Again], referenc
     return found
 
 
+def other_terms(candidate: Recording, whole: list[Again]) -> list[str]:
+    """Where in the program a term of the loss is made that is another one where one device is given the rows of all
+    ranks (`whole`), while other terms are the same: it is no mean over rows."""
+    ranks, same = distinct(candidate), dict[str, bool]()
+    for one in whole:
+        ours = _terms(one.record, one.step, 0)
+        theirs = [_terms(candidate.ranks[rank], one.of, one.micro) for rank in ranks]
+        for site, share in ours.items():
+            known = [of[site] for of in theirs if site in of]
+            same[site] = same.get(site, True) and len(known) == len(ranks) and same_loss(share, known, _limit(one))
+    return [site for site, equal in same.items() if not equal] if any(same.values()) else []
+
+
+def _terms(record: RankRecord, step: int, micro: int) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for event in record.of(LossTerm, step):
+        if event.micro == micro:
+            shares[event.site] = shares.get(event.site, 0.0) + event.share
+    return shares
+
+
 def weights_before(candidate: Recording, step: int) -> dict[str, Tensor]:
     """All weights, whole, with which a step began; refused where a part of them is not known, or where it belongs."""
     analysis = Analysis(candidate, step)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from isograd_verify.record.events import CUT, Carried
 from isograd_verify.record.sketch import digest, dtype_name, row_sizes, sketch
 from isograd_verify.watch import foreign
-from isograd_verify.watch.calls import found
 from isograd_verify.watch.flows import Flows, memory, strided
 from isograd_verify.watch.recorder import Recorder
+from isograd_verify.watch.variables import variables
 
 MOST_ELEMENTS = 1 << 16
 OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_")
@@ -41,9 +41,10 @@ class States:
         name, began = self.capture.modules.get(module) or type(module).__name__, self.began.setdefault(module, {})
         for key, value in (*module._buffers.items(), *vars(module).items()):
             self._look(f"{name}.{key}", key, value, began)
-        for path, variable in ({} if self.capture.stack else found((), {})).items():
-            if not any(variable is t for t in given):
-                self._look(path.rpartition("/")[2], path, variable, self.variables)
+        for place, values in () if self.capture.stack else variables():
+            for key, value in values.items():
+                if not any(value is t for t in given):
+                    self._look(key, f"{place}/{key}", value, self.variables)
 
     def _look(self, name: str, key: str, value: Any, began: dict[str, str]) -> None:
         if type(value) is not Tensor or value.requires_grad or not value.is_floating_point():
