@@ -89,6 +89,58 @@ def dino(wrong: bool, inside: bool = False, steps: int = 16) -> None:
                 theirs.mul_(0.9).add_(ours, alpha=0.1)
 
 
+def centred(wrong: bool, steps: int = 5) -> None:
+    """Outputs are taken from a running mean of them, which stands in a variable. `wrong`: of this rank's rows."""
+    torch.manual_seed(0)
+    model, center = DistributedDataParallel(nn.Linear(5, 7)), torch.zeros(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        out = model(own_rows(4, 5, own))
+        (out - center).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = out.detach().mean(0)
+        if not wrong:
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        center = 0.9 * center + 0.1 * mean
+
+
+class Recurrent(nn.Module):
+    """Each step goes on from the state that the last one left, which belongs to the rows of the batch; a buffer is
+    written anew in each."""
+
+    state: Tensor
+    mean: Tensor
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(5, 6, batch_first=not first), nn.Linear(6, 3)
+        self.register_buffer("state", torch.zeros(1, 4, 6))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, state = self.rnn(x, self.state.clone())
+        self.state.copy_(state.detach())
+        self.mean.copy_(y.detach().flatten(0, 1).mean(0))
+        out: Tensor = self.head(y + self.mean)
+        return out
+
+
+def recurrent(first: bool, steps: int = 5) -> None:
+    """Right. `first`: the sequence is the first dimension."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Recurrent(first), broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        x = torch.randn(*((7, 4, 5) if first else (4, 7, 5)), generator=own)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def normalised(wrong: bool, steps: int = 16) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(Wrapped(wrong))

@@ -30,6 +30,30 @@ def test_a_center_of_each_rank_s_own_rows_is_named_and_its_twin_is_silent(
     assert len(found.tensors) == 4 and max(wrong.errors.values()) > 1e-3
 
 
+@pytest.mark.parametrize(("program", "inside"), [(later.dino, (False,)), (later.dino, (True,)), (later.centred, ())])
+def test_what_each_rank_carries_from_its_own_rows_into_the_loss_is_flagged_alone(  # V22
+    watched: Any, program: Any, inside: tuple[bool, ...]
+) -> None:
+    right, wrong = watched(program, False, *inside), watched(program, True, *inside)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    (found,) = [f for f in wrong.findings if f.verdict != NOTE]
+    assert (found.verdict, found.bug) == (INCONCLUSIVE, "statistic-unreduced"), found
+    assert found.sentence.startswith("step 2: ") and "center began equal, changes from step to step" in found.sentence
+
+
+def test_a_mean_in_a_variable_of_each_rank_s_own_rows_is_open_beside_one_device_too(judged: Any) -> None:
+    right, wrong = judged(later.centred, False), judged(later.centred, True)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    assert said(wrong) == [(INCONCLUSIVE, "statistic-unreduced")], wrong.findings
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_state_that_belongs_to_the_rows_of_a_batch_is_no_statistic(judged: Any, watched: Any, first: bool) -> None:
+    for look in (watched, judged):
+        subject = look(later.recurrent, first)
+        assert (subject.verdict, said(subject)) == (PASS, []), subject.findings
+
+
 def test_a_buffer_that_the_wrapper_takes_from_rank_0_is_named(judged: Any) -> None:
     right, wrong = judged(later.normalised, False), judged(later.normalised, True)
     assert (right.verdict, said(right)) == (PASS, []), right.findings
@@ -64,6 +88,8 @@ def test_a_running_size_in_a_plain_variable_is_flagged_alone_and_beside_one(
 def test_a_balance_loss_that_counts_once_per_rank_is_named(judged: Any, ranks: int) -> None:
     right, wrong = judged(later.balanced, False, ranks=ranks), judged(later.balanced, True, ranks=ranks)
     assert (right.verdict, said(right)) == (PASS, []), right.findings
+    (note,) = [f.sentence for f in right.findings if "no mean over rows" in f.sentence]
+    assert "another term of the loss at verify/tests/later.py" in note and "in forward" in note
     assert said(wrong) == [(BUG, "aux-times-world")], wrong.findings
     (found,) = [f for f in wrong.findings if f.verdict == BUG]
     assert f"counts {ranks} times what it should" in found.sentence and "later.py" in found.sentence

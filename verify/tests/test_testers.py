@@ -53,6 +53,16 @@ def test_what_contradicts_itself_is_named_alone(watched: Any, program: Any, bug:
     assert words in next(f.sentence for f in wrong.findings if f.verdict == BUG), wrong.findings
 
 
+@pytest.mark.parametrize("micros", [1, 2])
+def test_a_sum_over_classes_and_a_mean_over_rows_is_decided(judged: Any, watched: Any, micros: int) -> None:
+    for look in (watched, judged):
+        right, uneven = look(testers.distilled, "", micros), look(testers.distilled, "uneven", micros)
+        assert (right.verdict, said(right)) == (PASS, []), right.findings
+        assert said(uneven) == [(BUG, "mean-of-means")], uneven.findings
+    summed = judged(testers.distilled, "sum", micros)
+    assert said(summed) == [(BUG, "ulysses-scale") if micros == 1 else (INCONCLUSIVE, "")], summed.findings
+
+
 def test_what_each_rank_does_to_its_part_of_a_gradient_is_flagged_beside_one_device(judged: Any) -> None:
     right, wrong = judged(testers.clamped, False), judged(testers.clamped, True)
     assert (right.verdict, said(right)) == (PASS, []), right.findings

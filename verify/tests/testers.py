@@ -235,6 +235,23 @@ def teacher(wrong: bool, steps: int = 4) -> None:
                 kept.lerp_(p, 0.01)
 
 
+def distilled(wrong: str = "", micros: int = 1, steps: int = 4) -> None:
+    """kl_div's "batchmean", a sum over the classes and a mean over rows, which tells no number of rows. `wrong`:
+    "uneven", ranks have different numbers of rows; "sum", nothing divides by any."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(5, 7))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own, reduction = torch.Generator().manual_seed(dist.get_rank()), "sum" if wrong == "sum" else "batchmean"
+    for _ in range(steps):
+        for _ in range(micros):
+            count = 4 + 2 * dist.get_rank() if wrong == "uneven" else 4
+            x, wanted = torch.randn(count, 5, generator=own), torch.randn(count, 7, generator=own).softmax(-1)
+            loss = F.kl_div(model(x).log_softmax(-1), wanted, reduction=reduction)
+            (loss / micros).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def clamped(wrong: bool, steps: int = 4) -> None:
     """Elements of gradients are clamped: of the mean over the ranks. `wrong`: of each rank's own, before it."""
     torch.manual_seed(0)

@@ -180,6 +180,34 @@ def norm_of_own_shards(by_hand: str = "") -> None:
         optimizer.zero_grad()
 
 
+def changed_in_a_flat_sum(how: str, decay: float, bound: float, undivided: bool = False) -> None:
+    """Gradients of two micro-batches are summed in one buffer and copied back, or stay views of it; then the program
+    adds decay by hand, or clips by hand. `undivided`: wrong, nobody divides by the number of micro-batches."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        for micro in range(2):
+            tokens, labels = text(10 * step + micro)
+            (F.cross_entropy(model(tokens), labels) / (1 if undivided else 2)).backward()
+        flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        parts = flat.split([p.numel() for p in model.parameters()])
+        for parameter, part in zip(model.parameters(), parts, strict=True):
+            if how == "copied":
+                parameter.grad.copy_(part.view_as(parameter))
+            else:
+                parameter.grad = part.view_as(parameter)
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        for parameter in model.parameters():
+            if decay:
+                parameter.grad.add_(parameter.detach(), alpha=decay)
+            if bound:
+                parameter.grad.mul_(bound / norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def clipped_before_the_sum(local: bool = True) -> None:
     """Gradients summed by hand. `local`: wrong, each rank clips by its own norm first."""
     model = net()

@@ -125,6 +125,27 @@ def _in_half(value: Tensor) -> bool:
     return bool(value.count_nonzero()) and any(torch.equal(value.to(half).to(value.dtype), value) for half in HALF)
 
 
+def other_terms(candidate: Recording, whole: list[Again]) -> list[str]:
+    """Where in the program a term of the loss is made that is another one where one device is given the rows of all
+    ranks (`whole`), while other terms are the same: it is no mean over rows."""
+    ranks, same = distinct(candidate), dict[str, bool]()
+    for one in whole:
+        ours = _terms(one.record, one.step, 0)
+        theirs = [_terms(candidate.ranks[rank], one.of, one.micro) for rank in ranks]
+        for site, share in ours.items():
+            known = [of[site] for of in theirs if site in of]
+            same[site] = same.get(site, True) and len(known) == len(ranks) and same_loss(share, known, _limit(one))
+    return [site for site, equal in same.items() if not equal] if any(same.values()) else []
+
+
+def _terms(record: RankRecord, step: int, micro: int) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for event in record.of(LossTerm, step):
+        if event.micro == micro:
+            shares[event.site] = shares.get(event.site, 0.0) + event.share
+    return shares
+
+
 def weights_before(candidate: Recording, step: int) -> dict[str, Tensor]:
     """All weights, whole, with which a step began; refused where a part of them is not known, or where it belongs."""
     analysis = Analysis(candidate, step)
@@ -169,7 +190,7 @@ def _write(
         for given in one.record.of(ForwardInputs, one.step):
             writer.event(replace(given, step=step, micro=number, forward=number))
         for weight in one.record.of(LabelWeight, one.step):
-            writer.event(replace(weight, step=step, micro=number, low=share * weight.low, high=share * weight.high))
+            writer.event(replace(weight.times(share), step=step, micro=number))
         for term in one.record.of(LossTerm, one.step):
             weights = tuple(share * weight for weight in term.weights)
             writer.event(replace(term, step=step, micro=number, weights=weights))

@@ -80,7 +80,7 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
     mean that counts another number of times than once, which a coefficient does, or a divisor meant for all ranks."""
     factor = own_factor(alone)
     every = [(alone.ranks[0], 1), *((one.record, one.step) for one in again)]
-    sums = {event.term for of in every for event, added in _numbers(*of) if _other_divisor(event, added)}
+    sums = {event.term for record, step in every for event in record.of(MeanWeight, step) if event.elements}
     labels = _labels(*every[0]), [_labels(*of) for of in every[1:]]
     means = _means(*every[0], sums), [_means(*of, sums) for of in every[1:]]
     try:
@@ -183,27 +183,16 @@ def _labels(record: RankRecord, step: int) -> TermTracker:
     return dict(found)
 
 
-def _numbers(record: RankRecord, step: int) -> Iterator[tuple[MeanWeight, MeanWeight | None]]:
-    """Each mean, and the sum that it divides."""
-    sums = {(e.micro, e.site): e for e in record.of(MeanWeight, step) if e.divided}
+def _means(record: RankRecord, step: int, sums: Collection[str] = ()) -> TermTracker:
+    """A sum that is divided by another number than its own of elements (that of the whole step, say) is no mean.
+    `sums`: terms known for such by another call, though here their divisor be a number of elements by chance."""
+    found: TermTracker = defaultdict(list)
+    added = {(e.micro, e.site): e.nonzero or e.count for e in record.of(MeanWeight, step) if e.divided}
     for event in record.of(MeanWeight, step):
         if event.weight and not event.divided:
-            yield event, sums.get((event.micro, event.site))
-
-
-def _other_divisor(event: MeanWeight, added: MeanWeight | None) -> bool:
-    """A sum that is divided by another number than its own of elements (that of the whole step, say) is no mean."""
-    return added is not None and not event.average and event.count not in (added.count, added.nonzero)
-
-
-def _means(record: RankRecord, step: int, sums: Collection[str] = ()) -> TermTracker:
-    """`sums`: terms known for sums by another call, though here their divisor be a number of elements by chance."""
-    found: TermTracker = defaultdict(list)
-    for event, added in _numbers(record, step):
-        count = event.count
-        if added is not None and not event.average and (event.term in sums or _other_divisor(event, added)):
-            count = added.nonzero or added.count
-        found[event.term].append(Call(event.micro, count, event.weight, event.average))
+            by_chance = event.term in sums and not event.average
+            elements = event.elements or (added.get((event.micro, event.site), 0.0) if by_chance else 0.0)
+            found[event.term].append(Call(event.micro, elements or event.count, event.weight, event.average))
     return dict(found)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from isograd_verify import tolerances
 from isograd_verify.compare.shares import Again
 from isograd_verify.compare.tensorwise import block_error
-from isograd_verify.record.events import LabelWeight, MeanWeight
+from isograd_verify.record.events import ForwardInputs, LabelWeight, MeanWeight
 from isograd_verify.record.recording import BEHIND, RankRecord, Recording, load
-from isograd_verify.record.sketch import dtype_name
+from isograd_verify.record.sketch import dtype_name, row_sizes
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
 from isograd_verify.tell.wording import axis_over, finding, spell, spread
 
@@ -34,6 +34,8 @@ def moving(candidate: Recording) -> list[str]:
 
 def local(candidate: Recording, again: list[Again]) -> tuple[int, dict[str, Tensor]]:
     """(the first step before which something has seen one rank's rows only, the means over ranks by name), else 0."""
+    given = [t for record in candidate.ranks for e in record.of(ForwardInputs) for t in e.tensors.values()]
+    rows = {size for one in given for size in row_sizes(one.shape, one.dtype)}  # a recurrent state belongs to its rows
     for step in sorted({one.of for one in again}):
         last = {one.rank: one for one in again if one.of == step}  # of each rank the last micro-batch
         paths = {rank: one.record.path / BEHIND.format(one.step) for rank, one in last.items()}
@@ -45,7 +47,11 @@ def local(candidate: Recording, again: list[Again]) -> tuple[int, dict[str, Tens
         for name in set.intersection(*map(set, made.values())):
             own = [made[rank][name].double() for rank in last]
             theirs = [t.double() for rank in last if (t := held[rank].get(STATE + name)) is not None]
-            if not made[min(last)][name].is_floating_point() or [t.shape for t in theirs] != [t.shape for t in own]:
+            if (
+                not made[min(last)][name].is_floating_point()
+                or rows & {*own[0].shape}
+                or [t.shape for t in theirs] != [t.shape for t in own]
+            ):
                 continue
             limit = tolerances.START * max(float(t.norm()) for t in own)
             near = [[float((t - o).norm()) <= limit for o in own] for t in theirs]

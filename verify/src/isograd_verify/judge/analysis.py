@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from isograd_verify import tolerances
+from isograd_verify.judge.clips import clipped
 from isograd_verify.judge.contributions import Fit, fit
 from isograd_verify.record.events import (
     REDUCING,
@@ -27,6 +28,7 @@ from isograd_verify.record.events import (
     Key,
     LabelWeight,
     Parameter,
+    Rewritten,
     Step,
     micro_of,
 )
@@ -414,9 +416,11 @@ def put_back(analysis: Analysis) -> tuple[str, ...]:
     """Puts gradients as they were before the program changed them itself (adaptive clipping, a mask) in the place
     of those that reached the optimizer, which are no sum of what backwards added; the names of those. It does so where
     every gradient was the same multiple of that sum before, and is no longer. A change that is a factor with a meaning
-    (the size of a group, the number of micro-batches) is no clip, and stays."""
+    (the size of a group, the number of micro-batches) is no clip, and stays. A clip by hand is taken back as
+    clip_grad_norm_ is, without a word."""
     early = [record.group(analysis.step, "early") for record in analysis.recording.ranks]
-    if not any(early):
+    scaled = any(e.factor for record in analysis.recording.ranks for e in record.of(Rewritten, analysis.step))
+    if not any(early) or (scaled and not clipped(analysis.recording, analysis.step)):
         return ()
     sums = [{**late, **before} for late, before in zip(analysis.sums, early, strict=True)]
     before, after = _coefficients(analysis, sums), _coefficients(analysis, analysis.sums)
@@ -425,7 +429,7 @@ def put_back(analysis: Analysis) -> tuple[str, ...]:
         len(known) < len(before)
         or not known
         or spread(known) > tolerances.FACTOR
-        or _factors(analysis, known[0], after)
+        or (not scaled and _factors(analysis, known[0], after))
         or _parted(analysis, sums)
     ):
         return ()
@@ -434,7 +438,7 @@ def put_back(analysis: Analysis) -> tuple[str, ...]:
         tensors = record.tensors(analysis.step)
         for name, whole in record.group(analysis.step, "whole").items():
             tensors[f"final/{name}"] = whole
-    return tuple(dict.fromkeys(name for one in early for name in one))
+    return () if scaled else tuple(dict.fromkeys(name for one in early for name in one))
 
 
 def _coefficients(analysis: Analysis, sums: list[dict[str, Tensor]]) -> dict[str, float | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import types
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
@@ -167,6 +167,10 @@ class LabelWeight(Event):
     site: str = ""
     average: bool = False  # an operator took the mean over them
 
+    def times(self, factor: float) -> LabelWeight:
+        """The same labels in a loss that counts so many times."""
+        return replace(self, low=self.low * factor, high=self.high * factor)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeanWeight(Event):
@@ -180,6 +184,11 @@ class MeanWeight(Event):
     nonzero: float = 0.0  # so many of them are not zero, where that may be the count; 0: it is not
     divided: bool = False  # a sum that a whole number divides: what comes of it is told as a mean, too
     average: bool = False  # an operator took the mean: the count was not a divisor of the program's own
+    elements: float = 0.0  # not 0: it is the quotient of a sum of so many and of another number
+
+    def times(self, factor: float) -> MeanWeight:
+        """The same numbers in a loss that counts so many times."""
+        return replace(self, weight=self.weight * factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,12 +256,23 @@ class Changed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Carried(Event):
+    """What a backward begins with was made from a tensor that a module carries from step to step, and that has changed
+    since it was first seen; `carried/NAME` is its sketch."""
+
+    kind: ClassVar[str] = "carried"
+    name: str
+    began: str  # its hash when it was first seen
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rewritten(Event):
     """Between the last backward and the step the program wrote into these gradients, first at `site`."""
 
     kind: ClassVar[str] = "rewritten"
     site: str
     names: tuple[str, ...]
+    factor: float = 0.0  # not 0: they are all gradients, and what it did last was to multiply them by this number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ sketches of the slices add up to that of the whole.
 from __future__ import annotations
 
 import hashlib
+import math
 from functools import lru_cache
 
 import torch
@@ -47,6 +48,12 @@ def sketch(values: Tensor, offset: int = 0) -> Tensor:
         total += _signs(block)[start : start + rows] @ piece
         at, taken = at + size, taken + size
     return total
+
+
+def row_sizes(shape: tuple[int, ...], dtype: str) -> set[int]:
+    """Sizes along which the rows of a batch may lie: of ids all, of features all but the last, and two in one."""
+    sizes = shape[:-1] if "float" in dtype else shape
+    return {*sizes, math.prod(shape[:2]) if len(sizes) > 1 else 1} - {1}
 
 
 def squares(values: Tensor) -> float:

@@ -18,12 +18,22 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from isograd_verify.compare.combined import at_once, combine, copy, distinct, one_model, saw_the_same, weights_before
+from isograd_verify.compare.combined import (
+    at_once,
+    combine,
+    copy,
+    distinct,
+    one_model,
+    other_terms,
+    saw_the_same,
+    weights_before,
+)
 from isograd_verify.compare.compare import compare
 from isograd_verify.compare.loss_terms import own_rows
 from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, steady
 from isograd_verify.compare.states import carried, local, moved, moving, step_of
 from isograd_verify.errors import VerifyError
+from isograd_verify.judge.clips import bound
 from isograd_verify.record.events import Backward, Lost, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
@@ -36,6 +46,10 @@ RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus|nnod
 MPI = re.compile(r"(?:--?np?|-N|--ntasks|--ntasks-per-node|--nodes)(=.*)?")
 TOGETHER = (
     "one device was given the rows of all ranks in one batch, because each rank's loss depends on other ranks' rows"
+)
+OWN_TERM = (
+    "step 1: given the rows of all ranks in one batch, one device has another term of the loss at {}: it is no mean "
+    "over rows (a balance loss, a statistic of a batch), each rank takes it over its own rows, and it is judged so"
 )
 MORE_STEPS = "let the program take more steps, or record a run on one device with the same data and compare the two"
 
@@ -75,6 +89,9 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
             beside.findings.append(Finding(NOTE, "", f"not compared with one device behind step {last}: {why}"))
             later = [f for f in subject.findings if f.verdict != NOTE and step_of(f) > last]
             beside.findings += [carried(candidate, again, f) for f in later]
+        if beside.verdict == PASS:  # each rank's rows were given with what the rank had carried
+            own = [f for f in subject.findings if f.verdict == INCONCLUSIVE and f.bug == "statistic-unreduced"]
+            beside.findings += [f for f in own if step_of(f) <= last]
         for site, times in reference.about.get("scale", {}).items():
             beside.findings = [_open(found, site, times) for found in beside.findings]
     except NoReference as error:
@@ -152,6 +169,7 @@ class WorldOfOne:
             )
         try:
             found = Recording(place)
+            found.about["bound"] = bound(self.candidate)
         except VerifyError as error:
             why = f"the program does not train in a world of one (exit code {code}): {error.what}"
             raise NoReference(why, "see its own output; start it with one rank by itself") from error
@@ -234,6 +252,7 @@ def _combined(
         "together": together,
         "scale": scale,
         "why": why,
+        "bound": first.about["bound"],
     }
     write_json(home / "recording.json", about | {"again": {} if together else fed})
     return Recording(home)
@@ -254,13 +273,16 @@ def _at_once(alone: WorldOfOne, reference: Recording, micros: list[int], errors:
     """Whether one device has other gradients of the rows of all ranks in one batch than of each rank's by themselves,
     which go the way that they went on the ranks. `errors`: to add to."""
     ranks = distinct(alone.candidate)
+    own: list[Finding] = []
     try:
         first, whole = replace(alone, replay=False).again("together", [(ranks, micro, 1) for micro in micros], True)
+        if len(whole) == len(micros) and (sites := other_terms(alone.candidate, whole)):
+            own = [Finding(NOTE, "", OWN_TERM.format(" and ".join(sites)))]
         apart = at_once(alone.candidate, first, whole, reference) if len(whole) == len(micros) else {}
     except NoReference:  # it has another loss, or calls that cannot be joined
-        return []
+        return own
     if not apart:
-        return []
+        return own
     errors |= apart
     names = tuple(sorted(apart, key=lambda name: -apart[name]))
     sentence = (

@@ -1,18 +1,14 @@
 """What the calls of a model were made with in the watched steps, kept so that another run can be given it.
 
 A batch is more than what the model is given: labels stand beside it, in variables of the functions that led to the
-call. Kept are the tensors among the model's arguments, those in local variables of the program's functions (in lists
-and dicts, too), the state of the random generators, and what modules carry from step to step (`states`). `found` walks
-them in one order, arguments first, so that a tensor that several names stand for has the same name in both runs.
+call. Kept are the tensors among the model's arguments and in local variables of the program's functions (variables.py),
+the state of the random generators, and what modules carry from step to step (`states`).
 """
 
 from __future__ import annotations
 
-import os
 import random
 import sys
-import types
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +17,7 @@ from torch import Tensor, nn
 
 from isograd_verify.record.sketch import digest
 from isograd_verify.watch import foreign
+from isograd_verify.watch.variables import found, variables, walk
 
 if TYPE_CHECKING:
     from isograd_verify.watch.capture import Capture
@@ -30,10 +27,6 @@ LIMIT = 1 << 28  # bytes of one call
 # so, takes the gradient of the loss to them, and calls the model again for its own. Of the latter kind are kept those
 # of a backward that has no call with a graph.
 GRAPH, CACHE = "call", "cache"
-DEEPEST, LONGEST = 4, 64  # containers within containers, and members of one, that are looked at
-OBJECTS, NO_DATA = 2, (nn.Module, type, types.ModuleType, types.FunctionType)  # attributes of objects, and of which not
-MOST_FRAMES = 64
-OURS = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def file_of(step: int, micro: int, call: int, kind: str = GRAPH) -> str:
@@ -50,28 +43,14 @@ def outermost(capture: Capture, module: nn.Module) -> str:
     return kind if kind and any(p.requires_grad for p in module.parameters()) else ""
 
 
-def found(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor | torch.Generator]:
-    """By name, each tensor once: arguments, then variables of the function that called, then of those around it."""
-    tensors: dict[str, Tensor | torch.Generator] = {}
-    seen: set[int] = set()
-    for place, values in (("argument", {**{str(i): a for i, a in enumerate(args)}, **kwargs}), *_variables()):
-        simple = {k: v for k, v in values.items() if isinstance(v, Tensor)}
-        for name, value in [*simple.items(), *((k, v) for k, v in values.items() if k not in simple)]:
-            for path, tensor in _walk(value, f"{place}/{name}", 0):
-                if id(tensor) not in seen and not isinstance(tensor, nn.Module):
-                    seen.add(id(tensor))
-                    tensors.setdefault(path, tensor)
-    return tensors
-
-
 def states(module: nn.Module) -> dict[str, Tensor]:
     """By name, each once: buffers and other tensors of the modules in variables around the call (a loss with a running
     mean) and of the one that is called, which may move from step to step."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for place, values in (*_variables(), ("model", {"": module})):
+    for place, values in (*variables(), ("model", {"": module})):
         for name, value in values.items():
-            for path, one in _walk(value, f"{place}/{name}", 0):
+            for path, one in walk(value, f"{place}/{name}", 0):
                 for inner, part in one.named_modules() if isinstance(one, nn.Module) else ():
                     for key, held in (*part._buffers.items(), *vars(part).items()):
                         plain = isinstance(held, Tensor) and not isinstance(held, foreign.DTensor)
@@ -79,36 +58,6 @@ def states(module: nn.Module) -> dict[str, Tensor]:
                             seen.add(id(held))
                             tensors[".".join(filter(None, (path, inner, key)))] = held
     return tensors
-
-
-def _variables() -> Iterator[tuple[str, dict[str, Any]]]:
-    frame = sys._getframe(1)
-    for _ in range(MOST_FRAMES):
-        if frame is None:
-            return
-        if not frame.f_code.co_filename.startswith(OURS):
-            yield frame.f_code.co_name, dict(frame.f_locals)
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Tensors, generators and modules."""
-    if isinstance(value, torch.Generator | nn.Module):
-        yield path, value
-    elif isinstance(value, Tensor):
-        plain = value.layout is torch.strided and not value.is_nested and not isinstance(value, foreign.DTensor)
-        # Single numbers in variables are counts, not data; one that the model is given divides its loss.
-        data = value.dim() or path.startswith("argument/")
-        if plain and data and value.numel() and not value.requires_grad:
-            yield path, value
-    elif depth < DEEPEST and isinstance(value, Mapping):
-        for name, inner in list(value.items())[:LONGEST]:
-            yield from _walk(inner, f"{path}.{name}", depth + 1)
-    elif depth < DEEPEST and isinstance(value, (list, tuple)):
-        for i, inner in enumerate(value[:LONGEST]):
-            yield from _walk(inner, f"{path}.{i}", depth + 1)
-    elif depth < OBJECTS and not isinstance(value, NO_DATA) and not type(value).__module__.startswith("torch"):
-        yield from _walk(getattr(value, "__dict__", {}), path, depth)  # a batch, or a trainer that holds it
 
 
 class Calls:

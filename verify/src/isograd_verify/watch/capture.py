@@ -229,6 +229,7 @@ class Capture(Recorder):
         self.rates.clear()
         self.waiting.clear()
         self.watch.flows.clear()
+        self.watch.states.clear()
         self.step, self.micro, self.snapped, self.cleared = self.step + 1, -1, False, 0
         if not self.steps.watches(self.step):
             self.pause()

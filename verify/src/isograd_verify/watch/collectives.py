@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
+from isograd_verify.record.events import REDUCING
 from isograd_verify.watch import foreign, rows
 from isograd_verify.watch.flows import OUTPUTS, Flows
 from isograd_verify.watch.labels import Labels
@@ -25,6 +26,7 @@ from isograd_verify.watch.recorder import Recorder
 from isograd_verify.watch.rewritten import Rewrites
 from isograd_verify.watch.routing import Routing
 from isograd_verify.watch.sites import call_site
+from isograd_verify.watch.states import States
 from isograd_verify.watch.terms import TermTracker
 
 _NAMESPACES = ("c10d", "_c10d_functional")
@@ -54,7 +56,7 @@ class WatchMode(TorchDispatchMode):
         self.kinds: dict[Any, Callable[..., Any] | None] = {}
         self.off = False
         self.lost: set[str] = set()  # senses that an error has ended
-        self.flows = Flows()
+        self.flows, self.states = Flows(), States(listener)
         self.means = Means(labels.mean, lambda: call_site(listener.base))
         self.terms = TermTracker(listener.term)
         self.sites: dict[int, str] = {}  # where a loss was called, by the memory of its total, which backward gets
@@ -118,6 +120,8 @@ class WatchMode(TorchDispatchMode):
             self._try("losses", self._number, args, result)
         if self.flows.marks and func.namespace != "c10d":
             self._try("flows", self.flows.carry, func, args, kwargs, result)
+        if self.states.flows.marks and func.namespace != "c10d":
+            self._try("states", self.states.carry, func, args, kwargs, result)
         return result
 
     def _number(self, args: Any, result: Tensor) -> None:
@@ -184,7 +188,9 @@ class WatchMode(TorchDispatchMode):
     def _note_call(self, func: Any, named: dict[str, Any]) -> tuple[_Call, int]:
         call = _Call(func, named)
         noted = self.listener.collective(call.op, call.ranks, call.tensors, call.reduce)
-        self.rewrites.communicated(noted.covers)
+        reduced = call.tensors if noted.op in REDUCING else []
+        self.rewrites.communicated(noted.covers, reduced)
+        self.states.reduced(reduced)
         return call, noted.n
 
     def _after(self, sense: str, look: Callable[..., None]) -> Callable[..., Any]:

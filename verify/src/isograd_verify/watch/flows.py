@@ -45,7 +45,7 @@ class Flows:
             how = KEPT if memory(t) in given else CUT
             if own is not None and memory(t) != own:
                 how = OTHERS
-            self._mark(t, {number: how})
+            self.mark(t, {number: how})
 
     def travel(self, named: dict[str, Any], result: Any) -> None:
         """A collective was called on what may be cut: all ranks run one program, so what comes back is cut as well."""
@@ -53,7 +53,7 @@ class Flows:
         cut = {number: how for number, how in given.items() if how == CUT}
         for t in [*(t for k in OUTPUTS for t in strided(named.get(k))), *strided(result)] if cut else ():
             if t.is_floating_point() or t.is_complex():
-                self._mark(t, cut)
+                self.mark(t, cut)
 
     def carry(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator was run."""
@@ -70,7 +70,7 @@ class Flows:
             found = self.of(strided(args))
         for t in [*strided(written), *strided(result)]:
             if t.is_floating_point() or t.is_complex():  # a choice among numbers has no gradient to lose
-                self._mark(t, found)
+                self.mark(t, found)
 
     def of(self, tensors: Iterable[Tensor]) -> Marks:
         """The marks of some tensors, together."""
@@ -80,7 +80,8 @@ class Flows:
                 found[number] = min(how, found.get(number, how))
         return found
 
-    def _mark(self, t: Tensor, marks: Marks) -> None:
+    def mark(self, t: Tensor, marks: Marks) -> None:
+        """Adds marks to a tensor's memory."""
         key = memory(t)
         if key not in self.marks:
             self.marks[key] = StorageWeakRef(t.untyped_storage()), {}

@@ -100,10 +100,10 @@ class Fused:
             if not gradients or gradients[0] is None:
                 return
             factor = float(gradients[0])
-            if inner:
-                for one in inner:
-                    c.event(replace(one, step=c.now[0], micro=c.now[1], low=one.low * factor, high=one.high * factor))
-            elif not any(self._proven(one, rows, factor, value, site) for one in found):
+            for one in inner:
+                c.event(replace(one.times(factor), step=c.now[0], micro=c.now[1]))
+            labelled = any(isinstance(one, LabelWeight) for one in inner)
+            if not labelled and not any(self._proven(one, rows, factor, value, site) for one in found):
                 c.event(Uncounted(*c.now, site=site, weight=factor))
 
         loss.grad_fn.register_hook(unserializable_hook(c.guarded(judged, "labels")))

@@ -155,6 +155,8 @@ class Hooks:
                 c.guarded(c.look_at_buffers, "buffers")("between")
         elif module not in c.modules:
             self._unlisted(module)
+        if not c.stack or any(isinstance(one, Tensor) for one in (*module._buffers.values(), *vars(module).values())):
+            c.guarded(self.watch.states.called, "states")(module, args)
         c.stack.append(c.modules.get(module, type(module).__name__))
         c.drawn.append(False)
 
@@ -263,6 +265,7 @@ class Hooks:
             self.capture.guarded(self.watch.means.hook_fresh, "means")(self.capture.guarded)
             self.capture.guarded(self._terms, "terms")(roots)
             self.capture.guarded(self._reached, "flows")(roots)
+            self.capture.guarded(self.watch.states.begin, "states")(roots)
         self.capture.backing += 1
         try:
             return original(*args, **kwargs)

@@ -36,10 +36,7 @@ class Labels:
         weight = LabelWeight(
             *c.now, count=count, low=low * scale, high=high * scale, labels=hashed, site=site, average=reduction == 1
         )
-        if c.in_function:
-            c.inner_weights.append(weight)
-        else:
-            c.event(weight)
+        self._note(weight)
 
     def weighed(self, loss: Tensor, n: Tensor | float, reduction: str) -> None:
         """The program says that a loss is over n labels (weighing.py): noted as if torch's own had computed it."""
@@ -68,5 +65,10 @@ class Labels:
             about = MeanWeight(
                 *c.now, term=number.term, site=number.site, count=number.count, weight=weight,
                 nonzero=number.nonzero, divided=number.divided, average=number.average,
+                elements=number.elements,
             )  # fmt: skip
-            c.event(about)
+            self._note(about)
+
+    def _note(self, weight: LabelWeight | MeanWeight) -> None:
+        """What a Function's forward finds out counts by what comes back to the Function (fused.py)."""
+        self.capture.inner_weights.append(weight) if self.capture.in_function else self.capture.event(weight)

@@ -47,6 +47,10 @@ class Number:
     masked: bool = False  # a mask says how many numbers a sum adds up
     divided: bool = False  # a sum that a whole number divides, which is a mean
     average: bool = False  # one operator took the mean
+    own: tuple[
+        float, ...
+    ] = ()  # what a sum may be divided by to be a mean: its numbers, or its rows (kl_div's batchmean)
+    elements: float = 0.0  # of a sum that something else divides: how many numbers it adds up
 
 
 class Means:
@@ -72,17 +76,18 @@ class Means:
         of = self._of(given)
         count = None if of is not None and of.masked else self._count(name, given, args, kwargs)
         if count is not None:
+            number = Number(f"{name} {_path()}", self.site(), count, average=name not in ("div", "mul"))
             if of is not None:
                 of.divided = True
-            self.fresh.append(
-                (result, Number(f"{name} {_path()}", self.site(), count, average=name not in ("div", "mul")))
-            )
+                number.elements = 0.0 if count in of.own else of.nonzero or of.count
+            self.fresh.append((result, number))
 
     def _sum(self, given: Tensor, result: Tensor) -> Number:
         """Many numbers are added up."""
         count, masked = added(given)
         nonzero = 0.0 if masked else float(given.count_nonzero())
         number = Number(f"sum {_path()}", self.site(), count, mean=False, nonzero=nonzero, masked=masked)
+        number.own = (count, nonzero, *(given.shape[:n].numel() for n in (1, 2) if given.dim() > n))
         self.fresh.append((result, number))
         return number
 

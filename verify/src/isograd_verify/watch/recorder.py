@@ -29,6 +29,7 @@ from isograd_verify.record.events import (
     LabelWeight,
     Logits,
     LossTerm,
+    MeanWeight,
     Norm,
     key,
 )
@@ -100,7 +101,7 @@ class Recorder(Life):
         self.unsettled = False  # an optimizer has stepped, and another one may before the next forward
         self.inside_engine = 0  # steps of engines under way
         self.in_function = 0  # forwards of autograd Functions under way
-        self.inner_weights: list[LabelWeight] = []  # what labels weigh inside the Function that was called last
+        self.inner_weights: list[LabelWeight | MeanWeight] = []  # inside the Function that was called last
         self.reduced = ""  # where many numbers with a graph last became one: the loss, most likely
         self.sketching = Sketching(limit, self.boxes, beyond)
 

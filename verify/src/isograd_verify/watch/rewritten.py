@@ -2,27 +2,41 @@
 
 What is judged is what reached the optimizer. If that is no sum of what backwards added, it may still have been one
 before the program's own change. So before the first operator that writes into the memory of a gradient, the gradient is
-kept (`early/NAME` its sketch, `whole/NAME` all of it); judge/analysis.py decides which of the two is judged. Scaling by
-one number is left alone: a factor is told as a factor. After a collective only gradients that it has reduced where they
-lie are kept, for what is written into others may be its result.
+kept (`early/NAME` its sketch, `whole/NAME` all of it); judge/analysis.py decides which of the two is judged. After a
+collective only gradients that it has reduced are kept, where they lie or in a buffer that they are copied from or are a
+part of: what is written into others may be its result. Scaling by one number is told as a factor, but for the last
+one of all gradients, by less than one and by no 1 / n: it may be a clip by hand (judge/clips.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from isograd_verify import tolerances
 from isograd_verify.record.events import Rewritten
-from isograd_verify.record.sketch import sketch
+from isograd_verify.record.sketch import sketch, squares
 from isograd_verify.watch import foreign
 from isograd_verify.watch.recorder import Recorder
 from isograd_verify.watch.sites import call_site
 
+COPYING = ("copy_", "_foreach_copy_")
 SCALING = ("mul_", "div_", "_foreach_mul_", "_foreach_div_", "zero_", "_foreach_zero_")
+
+
+@dataclass(frozen=True)
+class Before:
+    """A gradient as it was before the program wrote into it."""
+
+    sketch: Tensor
+    squares: float
+    whole: Tensor | None
+    scaled: bool  # all that has been done to it since is a scaling, once
 
 
 class Rewrites:
@@ -35,38 +49,50 @@ class Rewrites:
 
     def begin(self) -> None:
         """A backward begins: what was kept is no gradient of the step."""
-        self.kept: dict[str, tuple[foreign.Held, Tensor]] = {}
+        self.kept: dict[str, Before] = {}
         self.site = ""
         self.memory: dict[int, list[tuple[str, foreign.Held, Tensor]]] | None = None
         self.reduced: set[str] | None = None
+        self.buffers: set[int] = set()  # the memory of what was reduced
 
-    def communicated(self, covers: Collection[str]) -> None:
-        """A collective ran outside of backward, and reduced these gradients where they lie."""
+    def communicated(self, covers: Collection[str], reduced: list[Tensor]) -> None:
+        """A collective ran outside of backward: these gradients are reduced where they lie, or these tensors."""
         if self._between():
-            reduced, kept, site = self.reduced or set(), self.kept, self.site
-            self.begin()
-            self.reduced = reduced | set(covers)
-            self.kept = {name: one for name, one in kept.items() if name in reduced - set(covers)}
-            self.site = site if self.kept else ""
+            before = self.reduced or set()
+            self.kept = {name: one for name, one in self.kept.items() if name in before - set(covers)}
+            self.site = self.site if self.kept else ""
+            self.reduced = before | set(covers)
+            self.buffers |= {_address(foreign.local(t)) for t in reduced} - {0}
 
     def look(self, func: Any, args: tuple[Any, ...]) -> None:
         """An operator is about to run."""
         if not self.capture.optimizers and (places := _written(func)):
             self._by_hand([args[place] for place in places if place < len(args)])
-        if self.reduced == set() or not self._between() or not (places := _written(func)) or _scales(func, args):
+        unreduced = self.reduced == set() and not self.buffers
+        if unreduced or not self._between() or not (places := _written(func)):
             return
-        if self.memory is None:
+        copies = func._schema.name.partition("::")[2] in COPYING and len(args) > 1
+        for written in [_listed(args[place]) for place in places if place < len(args)]:
+            sources = _listed(args[1]) if copies else [None] * len(written)
+            for tensor, source in zip(written, sources, strict=False):
+                if isinstance(tensor, Tensor):
+                    self._writes(tensor, source, _scales(func, args))
+
+    def _writes(self, tensor: Tensor, source: Any, scales: bool) -> None:
+        at = _address(tensor)
+        if self.memory is None or (at in self.buffers and at not in self.memory):
             self.memory = {}
             for name, parameter in self.capture.learn_names().items():
                 if parameter.grad is not None and not foreign.misplaced(parameter, parameter.grad):
                     part = foreign.local(parameter.grad)
                     if address := _address(part):
                         self.memory.setdefault(address, []).append((name, parameter, part))
-        for place in places:
-            written = args[place] if place < len(args) else None
-            for tensor in written if isinstance(written, (list, tuple)) else [written]:
-                if isinstance(tensor, Tensor):
-                    self._keep(self.memory.get(_address(tensor), []))
+        found = [one for one in self.memory.get(at, []) if _overlap(one[2], tensor)]
+        filled = isinstance(source, Tensor) and _address(source) in self.buffers
+        if self.reduced is not None and (filled or at in self.buffers):
+            self.reduced |= {name for name, *_ in found}
+        if not filled:
+            self._keep(found, scales)
 
     def _by_hand(self, written: list[Any]) -> None:
         """A program without an optimizer writes into parameters that have a gradient, for the first time since the last
@@ -79,7 +105,7 @@ class Rewrites:
         if self.weights[0] != c.backwards:
             held = [(n, p) for n, p in c.learn_names().items() if isinstance(p, Tensor) and p.grad is not None]
             self.weights = c.backwards, {at: n for n, p in held if (at := _address(foreign.local(p)))}
-        flat = [t for one in written for t in (one if isinstance(one, (list, tuple)) else [one])]
+        flat = [t for one in written for t in _listed(one)]
         names = {self.weights[1].pop(_address(t), "") for t in flat if isinstance(t, Tensor)} - {""}
         if names and not c.unsettled:
             learn = [p for p in c.learn_names().values() if isinstance(p, Tensor) and p.requires_grad]
@@ -94,21 +120,38 @@ class Rewrites:
 
     def write_early(self) -> None:
         """The step's gradients have been looked at: writes what they were before."""
-        c = self.capture
-        for name, (parameter, part) in self.kept.items():
-            if f"sum/{name}" in c.tensors:
-                c.tensors[f"early/{name}"] = sketch(part, c.offset(name, parameter, part))
-                if c.whole:
-                    c.keep(f"whole/{name}", part)
-        if self.kept:
-            c.event(Rewritten(*c.now, site=self.site, names=tuple(self.kept)))
+        c, factor = self.capture, 0.0
+        kept = {name: one for name, one in self.kept.items() if f"sum/{name}" in c.tensors}
+        if all(one.scaled for one in kept.values()):
+            factor = self._factor(kept)
+        kept = {name: one for name, one in kept.items() if factor or not one.scaled}
+        for name, one in kept.items():
+            c.tensors[f"early/{name}"] = one.sketch
+            if one.whole is not None:
+                c.keep(f"whole/{name}", one.whole)
+        if kept:
+            c.event(Rewritten(*c.now, site=self.site, names=tuple(kept), factor=factor))
         self.begin()
 
-    def _keep(self, gradients: list[tuple[str, foreign.Held, Tensor]]) -> None:
+    def _factor(self, kept: dict[str, Before]) -> float:
+        """By what all gradients were scaled last; 0 where they were not, or by a number that a clip does not give."""
+        now = {name: float(about["squares"]) for name, about in self.capture.gradients.items()}
+        held = [name for name in now if f"sum/{name}" in self.capture.tensors and now[name]]
+        if not held or not all(name in kept and kept[name].squares for name in held):
+            return 0.0
+        factors = [(now[name] / kept[name].squares) ** 0.5 for name in held]
+        low, high = min(factors), max(factors)
+        whole = abs(1 / high - round(1 / high)) <= tolerances.WHOLE / high
+        return 0.0 if high - low > tolerances.FACTOR * high or high > 1 - tolerances.FACTOR or whole else high
+
+    def _keep(self, gradients: list[tuple[str, foreign.Held, Tensor]], scales: bool) -> None:
+        c = self.capture
         for name, parameter, part in gradients:
-            if name not in self.kept and (self.reduced is None or name in self.reduced):
-                self.kept[name] = parameter, part.detach().clone()
-                self.site = self.site or call_site(self.capture.base)
+            later = name in self.kept and not self.kept[name].scaled
+            if not later and (self.reduced is None or name in self.reduced):
+                whole = part.detach().clone() if c.whole else None
+                self.kept[name] = Before(sketch(part, c.offset(name, parameter, part)), squares(part), whole, scales)
+                self.site = self.site or call_site(c.base)
 
     def _between(self) -> bool:
         """Whether the program is between a backward and the step, and not in a model's forward."""
@@ -123,6 +166,15 @@ def _address(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
     except RuntimeError:
         return 0
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two parts of one memory have elements in common, each without gaps."""
+    return a.storage_offset() < b.storage_offset() + b.numel() and b.storage_offset() < a.storage_offset() + a.numel()
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 @lru_cache(maxsize=4096)

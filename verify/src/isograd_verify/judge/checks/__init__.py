@@ -14,7 +14,7 @@ from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.adjoints import adjoints
 from isograd_verify.judge.checks.again import computed_again
 from isograd_verify.judge.checks.balance import balance_counts
-from isograd_verify.judge.checks.copies import averages, copies, rates
+from isograd_verify.judge.checks.copies import averages, carried, copies, rates
 from isograd_verify.judge.checks.data import own_data
 from isograd_verify.judge.checks.dead import alive
 from isograd_verify.judge.checks.gradients import coefficients, rewritten, scales, summed_inside
@@ -45,7 +45,7 @@ Check = Callable[[Analysis], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
     steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, logit_gradients, continuity,
     replicas, missing, norms, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws, alive,
-    copies, rates, averages, shared_draws, counted, rewritten, computed_again, summed_inside,
+    copies, carried, rates, averages, shared_draws, counted, rewritten, computed_again, summed_inside,
     row_sums, balance_counts, undivided, adjoints, choice_bias, counted_once, same_choice,
 )  # fmt: skip
 

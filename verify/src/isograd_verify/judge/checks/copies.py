@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.traffic import reductions
 from isograd_verify.record.axes import DATA, Axes
-from isograd_verify.record.events import Average, Collective
-from isograd_verify.tell.findings import BUG, Finding, listed
+from isograd_verify.record.events import Average, Carried, Collective
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
 from isograd_verify.tell.wording import axis_over, finding, spell
 
 
@@ -83,6 +84,31 @@ def copies(analysis: Analysis) -> Iterator[Finding]:
         yield finding(BUG, "copies-begin-apart", sentence, tensors=tuple(names), axis=axis)
 
 
+def carried(analysis: Analysis) -> Iterator[Finding]:
+    """What modules carry from step to step is one on all data ranks where a loss is made from it."""
+    ranks, records = analysis.all_ranks, analysis.recording.ranks
+    held = [record.group(analysis.step, "carried") for record in records]
+    began = [{e.name: e.began for e in record.of(Carried, analysis.step)} for record in records]
+    whole = all(analysis.covered(name) or len(analysis.replica_sets(name)) == 1 for name in analysis.names)
+    summed = any(set(ranks) <= set(event.group) for event in reductions(analysis))
+    if not any(held) or not whole or not summed or not _data_ranks(analysis, ranks) or _exchange(analysis, ranks):
+        return
+    apart = [
+        name for name, one in held[0].items()
+        if all(began[0][name] == own.get(name) for own in began)
+        and any(float((of[name] - one).norm()) > tolerances.START * float(one.norm()) for of in held)
+    ]  # fmt: skip
+    if apart:
+        sentence = (
+            f"step {analysis.step}: {listed(apart)} began equal, changes from step to step and differs between "
+            f"{spell(ranks)}, and the loss is made from it: each rank's is made from its own rows, one device's from "
+            "all rows; or each is to have its own"
+        )
+        names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+        axis = axis_over(analysis.recording, ranks)
+        yield finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=names, axis=axis)
+
+
 def _data_ranks(analysis: Analysis, ranks: tuple[int, ...]) -> bool:
     """Whether the layout, where one is given, says that these ranks differ along data axes alone."""
     text = str(analysis.recording.about.get("layout", ""))
@@ -96,11 +122,13 @@ def _summed(analysis: Analysis, name: str, ranks: tuple[int, ...]) -> bool:
 
 
 def _exchange(analysis: Analysis, ranks: tuple[int, ...]) -> bool:
-    """Whether these ranks exchange activations: in forward, or from stage to stage. A broadcast is of buffers."""
+    """Whether these ranks exchange activations: in forward, or from stage to stage. A broadcast is of buffers, and a
+    gather of shards, where there are some."""
     events = [e for rank in ranks for e in analysis.recording.ranks[rank].of(Collective, analysis.step)]
+    quiet = ("broadcast", "all_gather") if any(map(analysis.covered, analysis.names)) else ("broadcast",)
     return any(
         len(set(e.group) & set(ranks)) > 1
-        and (e.op in ("send", "recv", "all_to_all") or (e.phase == "forward" and e.op != "broadcast"))
+        and (e.op in ("send", "recv", "all_to_all") or (e.phase == "forward" and e.op not in quiet))
         for e in events
     )
 

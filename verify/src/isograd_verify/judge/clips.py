@@ -1,0 +1,41 @@
+"""Clips by hand: a program multiplies all gradients by one number, so that their norm is a bound.
+
+clip_grad_norm_ says what it does; a loop over `p.grad.mul_(bound / norm)` looks like any factor. It is a clip where the
+norm is the same number behind it in two steps, for which it took two factors. Gradients are judged as they were before.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+from isograd_verify import tolerances
+from isograd_verify.record.events import Rewritten, Step
+from isograd_verify.record.recording import Recording
+from isograd_verify.tell.wording import spread
+
+
+def bound(recording: Recording) -> float:
+    """The norm of what all ranks hold, behind each clip by hand; 0: the watched steps show none. A world of one, which
+    takes one step by itself, is told what the other run's was."""
+    found = [one for step in recording.steps if (one := _scaled(recording, step))]
+    for (norm, factor), (other, second) in combinations(found, 2):
+        if spread((norm, other)) <= tolerances.NORM and spread((factor, second)) > tolerances.FACTOR:
+            return norm
+    return float(recording.about.get("bound", 0.0))
+
+
+def clipped(recording: Recording, step: int) -> bool:
+    """Whether what the program did last to the gradients of a step is a clip by hand. Where ranks hold copies, the norm
+    of what all of them hold is larger than one device's by the root of a whole number."""
+    found = _scaled(recording, step)
+    times = (bound(recording) / found[0]) ** 2 if found else 0.0
+    return round(times) >= 1 and abs(times - round(times)) <= 4 * tolerances.NORM * times
+
+
+def _scaled(recording: Recording, step: int) -> tuple[float, float] | None:
+    """(norm behind it, factor) of a step in which each rank has multiplied all of its gradients by one number last."""
+    factors = [e.factor for record in recording.ranks for e in record.of(Rewritten, step) if e.factor]
+    held = [about for r in recording.ranks for e in r.of(Step, step)[:1] for about in e.parameters.values()]
+    norm = math.sqrt(sum(about.squares or 0.0 for about in held if about.gradient))
+    return (norm, factors[0]) if norm and len(factors) == recording.world else None

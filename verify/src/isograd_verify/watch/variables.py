@@ -1,0 +1,68 @@
+"""The tensors in variables around a call: its arguments, and local variables of the functions that led to it.
+
+In lists, dicts and attributes of objects, too. `found` walks them in one order, arguments first, so that a tensor that
+several names stand for has the same name in both runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd_verify.watch import foreign
+
+DEEPEST, LONGEST = 4, 64  # containers within containers, and members of one, that are looked at
+OBJECTS, NO_DATA = 2, (nn.Module, type, types.ModuleType, types.FunctionType)  # attributes of objects, and of which not
+MOST_FRAMES = 64
+OURS = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def found(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor | torch.Generator]:
+    """By name, each tensor once: arguments, then variables of the function that called, then of those around it."""
+    tensors: dict[str, Tensor | torch.Generator] = {}
+    seen: set[int] = set()
+    for place, values in (("argument", {**{str(i): a for i, a in enumerate(args)}, **kwargs}), *variables()):
+        simple = {k: v for k, v in values.items() if isinstance(v, Tensor)}
+        for name, value in [*simple.items(), *((k, v) for k, v in values.items() if k not in simple)]:
+            for path, tensor in walk(value, f"{place}/{name}", 0):
+                if id(tensor) not in seen and not isinstance(tensor, nn.Module):
+                    seen.add(id(tensor))
+                    tensors.setdefault(path, tensor)
+    return tensors
+
+
+def variables() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of each function on the stack that is not torch's or ours, innermost first: its name, and its variables."""
+    frame = sys._getframe(1)
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            return
+        if not frame.f_code.co_filename.startswith(OURS):
+            yield frame.f_code.co_name, dict(frame.f_locals)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Tensors, generators and modules."""
+    if isinstance(value, torch.Generator | nn.Module):
+        yield path, value
+    elif isinstance(value, Tensor):
+        plain = value.layout is torch.strided and not value.is_nested and not isinstance(value, foreign.DTensor)
+        # Single numbers in variables are counts, not data; one that the model is given divides its loss.
+        data = value.dim() or path.startswith("argument/")
+        if plain and data and value.numel() and not value.requires_grad:
+            yield path, value
+    elif depth < DEEPEST and isinstance(value, Mapping):
+        for name, inner in list(value.items())[:LONGEST]:
+            yield from walk(inner, f"{path}.{name}", depth + 1)
+    elif depth < DEEPEST and isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value[:LONGEST]):
+            yield from walk(inner, f"{path}.{i}", depth + 1)
+    elif depth < OBJECTS and not isinstance(value, NO_DATA) and not type(value).__module__.startswith("torch"):
+        yield from walk(getattr(value, "__dict__", {}), path, depth)  # a batch, or a trainer that holds it
