@@ -35,7 +35,6 @@ from isograd_verify.record.recording import WEIGHTS, RankRecord, RankWriter, Rec
 from isograd_verify.record.sketch import dtype_name
 from isograd_verify.tell.findings import listed
 
-
 HALF = (torch.bfloat16, torch.float16)
 
 
