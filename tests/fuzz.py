@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 
 from isograd.checkpoint import manifest as checkpoints
 from isograd.checkpoint.compare import damages
-from isograd.checkpoint.files import entry, sha256, write_tensors
+from isograd.checkpoint.files import entry, raw_bytes, write_tensors
 from isograd.checkpoint.folder import job_in
 from isograd.checkpoint.read import open_whole
 from isograd.cli.checkpoint import _facts
@@ -84,7 +84,7 @@ def _checkpoint(folder: Path) -> str:
         file = f"rank-{rank:05d}.safetensors"
         size = write_tensors(home / file, [entry(k, t) for k, t in mine.items()], mine.values(), {"format": "pt"})
         box = ((rows.start, rows.stop), (0, 2))
-        listed = {key: ((3, 2), "F32", box, sha256(tensor)) for key, tensor in mine.items()}
+        listed = {key: ((3, 2), "F32", box, hashlib.sha256(raw_bytes(tensor)).hexdigest()) for key, tensor in mine.items()}
         counts = {"step": {name: [7.0, "float32"] for name in names}} if rank == 0 else {}
         notes.append({"file": file, "bytes": size, "tensors": listed, "counts": counts})
     config = {"vocab": 3, "hidden": 2, "layers": 1, "heads": 1, "mlp": 2}

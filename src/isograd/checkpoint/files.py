@@ -1,8 +1,8 @@
 """Tensors in a safetensors file, written as a stream and read again.
 
 One tensor at a time is written from memory that already exists, so that neither a checkpoint nor an export ever needs
-a second copy of what it writes. Every file is read again after it was flushed: a disk may say that a write succeeded
-of which nothing landed.
+a second copy of what it writes. Every file is flushed and read again: a disk may say that a write succeeded of which
+nothing landed. A thread does that with one block while the next one is hashed and written.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ from torch import Tensor
 from isograd.errors import CheckpointError
 from isograd.io.atomic import flush
 from isograd.io.no_follow import open_to_write
-from isograd.io.store import Place
+from isograd.io.store import Place, StorePath
 from isograd.io.untrusted import open_to_read
 
 DTYPES = {
@@ -32,7 +35,7 @@ DTYPES = {
 }  # fmt: skip
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
 CHUNK = 1 << 20  # bytes that are hashed and written at a time
-MOST = 1 << 28  # bytes that are flushed at a time; on a slow disk fewer
+MOST = 1 << 25  # bytes that are flushed and read again at a time; on a slow disk fewer
 
 
 @dataclass(frozen=True)
@@ -72,19 +75,11 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes in pieces, so that its reader or writer can give a sign of life after each."""
-    content = raw_bytes(tensor.contiguous())
+def chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """A contiguous tensor's bytes in pieces: a reader or writer gives a sign of life after each, and what it does with
+    one it does in the processor's cache."""
+    content = raw_bytes(tensor)
     return (content[at : at + CHUNK] for at in range(0, len(content), CHUNK))
-
-
-def sha256(tensor: Tensor, moved: Callable[[], None] = lambda: None) -> str:
-    """The hash of a tensor's bytes; `moved` is called after each chunk of them."""
-    found = hashlib.sha256()
-    for chunk in _chunks(tensor):
-        found.update(chunk)
-        moved()
-    return found.hexdigest()
 
 
 def write_tensors(
@@ -98,10 +93,8 @@ def write_tensors(
     """A safetensors file; `tensors` come in the order of `entries` (use in_order). Returns its size in bytes.
 
     `moved` is called after each chunk that is written, flushed to the disk or read again. `hashes` receives the SHA-256
-    of each tensor's bytes: they are hashed as they are written, so that the file grows all the time. What is read again
-    must have the size and the hashes of what was written (IG945).
+    of each tensor's bytes. What is read again must be, byte by byte, what was hashed and written (IG945).
     """
-    hashes = {} if hashes is None else hashes
     header: dict[str, Any] = {"__metadata__": note}
     at = 0
     for one in entries:
@@ -110,71 +103,97 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     text = len(text).to_bytes(8, "little") + text
-    with open_to_write(path, "wb") as file:
-        file.write(text)
-        flushes = _Flushes(file, moved)
+    with open_to_write(path, "wb") as file, _Again(path, file, moved) as again:
+        again.write("another header", memoryview(text))
         for one, tensor in zip(entries, tensors, strict=True):
             found = hashlib.sha256()
-            for chunk in _chunks(tensor):
-                found.update(chunk)
-                file.write(chunk)
-                moved()
-                flushes.written()
-            hashes[one.name] = found.hexdigest()
+            for chunk in chunks(tensor.contiguous()):
+                again.write(f"other bytes of {one.name!r}", chunk)
+                if hashes is not None:
+                    found.update(chunk)
+            if hashes is not None:
+                hashes[one.name] = found.hexdigest()
         flush(file)
-    _read_again(path, text, entries, hashes, moved)
+    again.finish()
     return len(text) + at
 
 
-def _read_again(
-    path: Place, head: bytes, entries: Sequence[TensorEntry], hashes: dict[str, str], moved: Callable[[], None]
-) -> None:
-    """Raise IG945 unless a file holds this header, and tensors with these hashes, and nothing else."""
-    expected = len(head) + sum(one.size for one in entries)
-    with open_to_read(path) as file:
-        size, _ = file.seek(0, os.SEEK_END), file.seek(0)
-        if size != expected:
-            raise CheckpointError("IG945", seen=f"{size:,} bytes instead of {expected:,}", path=path)
-        if isinstance(path, Path) and hasattr(
-            os, "posix_fadvise"
-        ):  # from the disk, as far as the system allows, and not from memory
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if file.read(len(head)) != head:
-            raise CheckpointError("IG945", seen="another header", path=path)
-        buffer, said = memoryview(bytearray(CHUNK)), time.monotonic()
-        for one in entries:
-            found, left = hashlib.sha256(), one.size
-            while left and (count := file.readinto(buffer[: min(left, CHUNK)])):
-                found.update(buffer[:count])
-                left -= count
-                moved()
-                if (
-                    isinstance(path, Path) and time.monotonic() - said > 1.0
-                ):  # a sign of life for those that watch the folder
-                    os.utime(str(path))
-                    said = time.monotonic()
-            if left or found.hexdigest() != hashes[one.name]:
-                raise CheckpointError("IG945", seen=f"other bytes of {one.name!r}", path=path)
+class _Again:
+    """Writes a file, and reads it again block by block, in a thread, while it is written; the rest of it, and an object
+    of a store, when it is closed.
 
+    A block is so small that it is flushed and read within about a second: a writer that is alive gives a sign of life
+    every few seconds, on a disk of any speed.
+    """
 
-class _Flushes:
-    """Flushes a file while it is written, so often that one flush takes about a second: a writer that is alive gives a
-    sign of life every few seconds, on a disk of any speed."""
+    def __init__(self, path: Place, file: IO[Any], moved: Callable[[], None]) -> None:
+        self._path, self._file, self._moved = path, file, moved
+        self._block: list[tuple[str, memoryview]] = []  # (what is said if another is read, what was written)
+        self._start, self._end, self._every = 0, 0, CHUNK  # bytes
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._room = bytearray(CHUNK)
 
-    def __init__(self, file: Any, moved: Callable[[], None]) -> None:
-        self._file, self._moved = file, moved
-        self._done, self._every = 0, CHUNK  # bytes
-
-    def written(self) -> None:
-        """A chunk was written: flush when it is time."""
-        if self._file.tell() - self._done < self._every:
-            return
-        began = time.monotonic()
-        flush(self._file)
+    def write(self, unlike: str, data: memoryview) -> None:
+        """Append bytes, which stay as they are until they were read again."""
+        self._file.write(data)
         self._moved()
+        self._end += len(data)
+        rest = self._end % mmap.PAGESIZE  # a page that is still written cannot be read from the disk
+        if isinstance(self._path, StorePath) or self._end - self._start < self._every or rest > len(data):
+            self._block.append((unlike, data))
+            return
+        self._wait()
+        block = [*self._block, (unlike, data[: len(data) - rest])]
+        self._thread = threading.Thread(target=self._behind, args=(block, self._start), daemon=True)
+        self._thread.start()
+        self._block, self._start = [(unlike, data[len(data) - rest :])], self._end - rest
+
+    def finish(self) -> None:
+        """Read what was written last; there must be nothing else in the file."""
+        self._wait()
+        self._read(self._block, self._start, last=True)
+
+    def _behind(self, block: list[tuple[str, memoryview]], start: int) -> None:
+        began = time.monotonic()
+        try:
+            flush(self._file)
+            self._moved()
+            self._read(block, start)
+        except BaseException as error:
+            self._error = error
         took = time.monotonic() - began
-        self._done = self._file.tell()
         if took < 0.5:
             self._every = min(MOST, 2 * self._every)
         elif took > 1.0:
             self._every = max(CHUNK, self._every // 2)
+
+    def _read(self, block: list[tuple[str, memoryview]], start: int, last: bool = False) -> None:
+        """Raise IG945 unless the file holds this block."""
+        end = start + sum(len(data) for _, data in block)
+        with open_to_read(self._path) as file:
+            size = file.seek(0, os.SEEK_END)
+            if size < end or (last and size > end):
+                raise CheckpointError("IG945", seen=f"{size:,} bytes instead of {end:,}", path=self._path)
+            if isinstance(self._path, Path) and hasattr(os, "posix_fadvise"):
+                # From the disk, as far as the system allows, and not from memory.
+                os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+            file.seek(start)
+            for unlike, data in block:
+                count = file.readinto(memoryview(self._room)[: len(data)])
+                if count != len(data) or not self._room.startswith(data):  # that compares as fast as memory is read
+                    raise CheckpointError("IG945", seen=unlike, path=self._path)
+                self._moved()
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> _Again:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._thread is not None:  # before the file is closed that it flushes
+            self._thread.join()

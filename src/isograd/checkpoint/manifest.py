@@ -230,7 +230,7 @@ def read(folder: Place) -> CheckpointManifest:
             raise Damage(f"{NAME} does not have the hash that {HASH} says")
         found = parse_json(text, str(path), nan=True)
         _not_newer(folder, found)
-        head = typed(_Head, text, path, nan=True)
+        head = typed(_Head, text, path, parsed=True)
     except FileError as error:
         raise Damage(error.brief) from error
     named = step_of(folder)
@@ -270,14 +270,14 @@ def _saved(key: str, value: _Columns, sizes: dict[str, int], budget: list[int]) 
     if len(value.files) != len(value.sha256) or len(value.boxes) != width * len(value.files):
         raise Damage(f"{key}: {len(value.files)} pieces, {len(value.sha256)} hashes, {len(value.boxes)} ends of boxes")
     saved = Saved(tuple(value.shape), value.dtype, [files[n] for n in value.files], value.boxes, value.sha256)
-    pieces = list(saved.pieces)
-    boxes = [piece.box for piece in pieces]
+    boxes = [piece.box for piece in saved.pieces]
     limits, wide = saved.shape or (1,), TORCH[value.dtype].itemsize
     if any(not 0 <= a <= b <= n for box in boxes for (a, b), n in zip(box, limits, strict=True)):
         raise Damage(f"{key}: a piece lies outside of its shape {list(saved.shape)}")
-    if any(volume(piece.box) * wide > sizes[piece.file] for piece in pieces):
+    volumes = list(map(volume, boxes))
+    if any(size * wide > sizes[file] for size, file in zip(volumes, saved.files, strict=True)):
         raise Damage(f"{key}: a piece is larger than the file that it lies in")
-    covered, total = sum(map(volume, boxes)), math.prod(saved.shape)
+    covered, total = sum(volumes), math.prod(saved.shape)
     if covered != total or _overlap(boxes, budget):
         raise Damage(f"{key}: its pieces do not cover its {total} elements once ({covered} in all)")
     return saved

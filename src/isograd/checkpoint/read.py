@@ -1,12 +1,15 @@
 """Boxes of a checkpoint's tensors, read from the files of whatever ranks wrote them.
 
-A rank opens only files that hold something of its own, maps them, and checks the hash of each piece that it reads.
+A rank opens only files that hold something of its own, reads a piece to where it belongs if it lies there in one part,
+and checks the hash of each piece that it reads.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isograd.checkpoint import manifest
-from isograd.checkpoint.files import DTYPES, TORCH, raw_bytes, sha256
+from isograd.checkpoint.files import TORCH, chunks, raw_bytes
 from isograd.checkpoint.folder import one_of
 from isograd.checkpoint.manifest import Box, CheckpointManifest, Damage, Piece, Saved
 from isograd.errors import CheckpointError
@@ -29,7 +32,8 @@ class Reader:
         """Raises Damage when the manifest is."""
         self.folder = folder
         self.manifest: CheckpointManifest = manifest.read(folder)
-        self._opened: dict[str, Any] = {}
+        self._opened: dict[str, _Opened] = {}
+        self._files = ExitStack()
 
     def fill(self, key: str, box: Box, target: Tensor) -> None:
         """Copy a box of a tensor to where it belongs; raises Damage with the tensor's name."""
@@ -39,8 +43,12 @@ class Reader:
             common = _common(box, piece.box)
             if common is None:
                 continue
-            tensor = self.piece(key, piece)
-            target[_within(common, box)].copy_(tensor[_within(common, piece.box)])
+            part = target[_within(common, box)]
+            here = common == piece.box and part.is_contiguous() and part.device.type == "cpu"
+            if here and part.dtype == TORCH[saved.dtype]:
+                self.piece(key, piece, part)
+            else:
+                part.copy_(self.piece(key, piece)[_within(common, piece.box)])
             found += manifest.volume(common)
         if found != manifest.volume(box):
             raise Damage(f"{key}: {found} of {manifest.volume(box)} elements of {_spell(box)} are in the manifest")
@@ -58,64 +66,68 @@ class Reader:
         self.fill(key, box or whole, tensor)
         return tensor if saved.shape else tensor.view(())
 
-    def piece(self, key: str, piece: Piece) -> Tensor:
-        """What one rank wrote of a tensor, checked."""
+    def piece(self, key: str, piece: Piece, into: Tensor | None = None) -> Tensor:
+        """What one rank wrote of a tensor, checked; in memory of its own, or in that of a contiguous tensor."""
         saved = self.manifest.tensors[key]
         place = f"{key} {_spell(piece.box)} in {piece.file}"
+        opened, size = self._open(piece.file), tuple(stop - start for start, stop in piece.box)
+        extent = opened.header.get(key)
+        if extent is None or (extent.shape, extent.dtype) != (size, saved.dtype):
+            seen = "nothing" if extent is None else f"{extent.shape} of {extent.dtype}"
+            raise Damage(f"{place}: {seen} instead of {size} of {saved.dtype}")
+        tensor = torch.empty(size, dtype=TORCH[saved.dtype]) if into is None else into
         try:
-            opened = self._open(piece.file)
-            tensor: Tensor = opened.get_tensor(key)
-        except CheckpointError:  # the store does not answer: nothing is said of what it holds
-            raise
-        except Exception as error:  # the safetensors package raises several kinds
+            digest = opened.read(extent, tensor)
+        except OSError as error:
             raise Damage(f"{place}: {error}") from error
-        size = [stop - start for start, stop in piece.box]
-        if list(tensor.shape) != size or DTYPES.get(tensor.dtype) != saved.dtype:
-            raise Damage(f"{place}: {tuple(tensor.shape)} of {tensor.dtype} instead of {tuple(size)} of {saved.dtype}")
-        if sha256(tensor) != piece.sha256:
+        if digest != piece.sha256:
             raise Damage(f"{place}: its bytes do not have the hash that the manifest says")
         return tensor
 
-    def _open(self, file: str) -> Any:
-        from safetensors import safe_open
-
+    def _open(self, file: str) -> _Opened:
         if file not in self._opened:
             path = self.folder / file
             if not (path.is_file() if isinstance(path, StorePath) else os.path.lexists(path)):
                 raise Damage(f"{file} is missing")
             try:
-                with open_to_read(path) as found:
-                    size = found.seek(0, os.SEEK_END)
+                found = self._files.enter_context(open_to_read(path))
+                size = found.seek(0, os.SEEK_END)
                 if size != self.manifest.files[file]:
                     raise Damage(f"{file} has {size} bytes instead of {self.manifest.files[file]}")
                 header = read_header(path)
             except FileError as error:
                 raise Damage(error.brief) from error
             at = size - sum(one.stop - one.start for one in header.values())
-            self._opened[file] = (
-                _Ranges(path, header, at) if isinstance(path, StorePath) else safe_open(str(path), framework="pt")
-            )
+            self._opened[file] = _Opened(path, found, header, at)
         return self._opened[file]
 
     def close(self) -> None:
         """Close the files that are open."""
         self._opened.clear()
+        self._files.close()
 
 
 @dataclass(frozen=True)
-class _Ranges:
-    """A safetensors object of a store, of which tensors are read by ranges."""
+class _Opened:
+    """A safetensors file, or object of a store, of which tensors are read by ranges."""
 
-    path: StorePath
+    path: Place
+    file: Any
     header: dict[str, Extent]
     first: int  # byte of the first tensor
 
-    def get_tensor(self, key: str) -> Tensor:
-        """A whole tensor of the object."""
-        extent = self.header[key]
-        tensor = torch.empty(extent.shape, dtype=TORCH[extent.dtype])
-        self.path.fill(raw_bytes(tensor), self.first + extent.start)
-        return tensor
+    def read(self, extent: Extent, tensor: Tensor) -> str:
+        """Fill a whole tensor; the hash of what was read, which is less where the file ends."""
+        found, at = hashlib.sha256(), self.first + extent.start
+        if isinstance(self.path, StorePath):
+            self.path.fill(raw_bytes(tensor), at)
+        else:
+            self.file.seek(at)
+        for chunk in chunks(tensor):
+            if not isinstance(self.path, StorePath):
+                chunk = chunk[: self.file.readinto(chunk)]
+            found.update(chunk)
+        return found.hexdigest()
 
 
 class SavedWeights:

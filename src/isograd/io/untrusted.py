@@ -75,11 +75,12 @@ def read_typed(kind: type[T], path: str | Place, most: int, *, follow: bool = Fa
     return typed(kind, read_bytes(path, most, follow=follow), path)
 
 
-def typed(kind: type[T], raw: bytes | str, path: str | Place, *, nan: bool = False) -> T:
-    """JSON text as typed data. `kind`: a dataclass or another type that pydantic knows."""
+def typed(kind: type[T], raw: bytes | str, path: str | Place, *, parsed: bool = False) -> T:
+    """JSON text as typed data. `kind`: a dataclass or another type that pydantic knows; `parsed`: by parse_json."""
     from pydantic import ValidationError
 
-    parse_json(raw, str(path), nan=nan)
+    if not parsed:
+        parse_json(raw, str(path))
     try:
         found: T = _adapter(kind).validate_json(raw)
     except ValidationError as error:

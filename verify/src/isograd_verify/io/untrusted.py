@@ -28,6 +28,7 @@ MANIFEST: Final = 64 << 20  # bytes of a data manifest, or of a Hugging Face ind
 CONFIG: Final = 1 << 20  # bytes of a config
 HEADER: Final = 100 << 20  # bytes of a safetensors header: the safetensors package's own limit
 DEPTH: Final = 64  # of lists and objects inside each other
+NESTED: Final = (dict, list)
 
 BITS: Final = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
@@ -173,15 +174,14 @@ def _finite(text: str) -> float:
 
 
 def _not_deep(found: Any) -> None:
-    level: list[tuple[tuple[object, ...], Any]] = [((), found)]
+    level: list[tuple[tuple[object, ...], Any]] = [((), found)] if isinstance(found, NESTED) else []
     for _ in range(DEPTH):
-        inside = [
+        level = [
             ((*place, key), value)
             for place, values in level
-            if isinstance(values, dict | list)
             for key, value in (values.items() if isinstance(values, dict) else enumerate(values))
+            if isinstance(value, NESTED)
         ]
-        level = [(place, value) for place, value in inside if isinstance(value, dict | list)]
         if not level:
             return
     place = ".".join(map(str, level[0][0][:4]))
