@@ -371,13 +371,8 @@ def _draw(file: str, first: Candidate, device: Machine) -> None:
             expected=f"at most {DRAWN:,}", fix="--batch with fewer sequences, and --layout",
         )  # fmt: skip
     if not picture.step(first.work, first.layout, device, Path(file)):
-        raise no_matplotlib()
+        raise ConfigError("IG600", "--picture needs matplotlib, which is not installed", fix="pip install matplotlib")
     print(f"{file} written")
-
-
-def no_matplotlib() -> ConfigError:
-    """--picture without its package."""
-    return ConfigError("IG600", "--picture needs matplotlib, which is not installed", fix="pip install matplotlib")
 
 
 def _write(file: str, config: Config, one: Candidate) -> None:
