@@ -19,7 +19,6 @@ from isograd.elastic.preflight import (
     RankFacts,
     RankLink,
     analyze,
-    hashes,
     measure,
     ranks_that_measure,
     render,
@@ -33,9 +32,7 @@ VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "isograd": "0.1.0"}
 def fact(rank: int) -> RankFacts:
     """Two ranks on each machine."""
     host = rank // 2
-    return RankFacts(
-        rank, f"host{host}", "gloo", "", "eth0", f"10.0.0.{host + 1}", 4000 + rank, VERSIONS, {"a.py": "1"}
-    )
+    return RankFacts(rank, f"host{host}", "gloo", "", "eth0", f"10.0.0.{host + 1}", 4000 + rank, VERSIONS)
 
 
 def links(ranks: int) -> list[RankLink]:
@@ -68,7 +65,6 @@ def test_healthy_machines_have_a_table_and_no_findings() -> None:
         (changed(3, address="127.0.0.1"), "IG293", "the loopback address on rank 3 (host1) (no variable set"),
         (changed(2, address="", variable="GLOO_SOCKET_IFNAME=ib0"), "IG293", "GLOO_SOCKET_IFNAME=ib0: no address"),
         (changed(1, versions=VERSIONS | {"torch": "2.12.1"}), "IG295", "torch 2.12.1 on rank 1 (host0), 2.13.0 on"),
-        (changed(2, code={"a.py": "2", "b.py": "3"}), "IG296", "a.py 2 on rank 2 (host1), 1 on the others; b.py 3 on"),
         (Preflight(good().facts, good().links, {3: "a sum of 3"}), "IG297", "rank 3: a sum of 3"),
         (
             Preflight(good().facts, [*links(4)[:-1], RankLink(3, 2, "TimeoutError: timed out")], {}),
@@ -104,17 +100,6 @@ def test_a_link_is_measured_and_a_closed_port_is_said() -> None:
     assert measure(1, 0, "127.0.0.1", listener.port, 5.0, speed=False) == RankLink(1, 0)
     listener.shutdown()
     assert "refused" in str(measure(0, 1, "127.0.0.1", 1, 5.0, speed=False).error)
-
-
-def test_code_is_compared_by_contents_under_names_of_its_own(tmp_path: Path) -> None:
-    for place in ("one", "two"):
-        (tmp_path / place / "sub").mkdir(parents=True)
-        (tmp_path / place / "sub" / "a.py").write_text("x = 1")
-        (tmp_path / place / "notes.txt").write_text(place)
-    one, two = (hashes(tmp_path / place, "code") for place in ("one", "two"))
-    assert one == two
-    assert list(one) == ["code/sub/a.py"]
-    assert hashes(tmp_path / "none.yaml", "none.yaml") == {"none.yaml": "not there"}
 
 
 def command(*words: str, **place: str) -> subprocess.CompletedProcess[str]:
