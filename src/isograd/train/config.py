@@ -33,8 +33,6 @@ from isograd.train.sections import (
 if TYPE_CHECKING:
     from isograd.core.layout import Layout
 
-VERSION: Literal[1] = 1  # of the schema
-
 
 def _contradiction(text: str, *fields: str) -> PydanticCustomError:
     """Fields that contradict each other; reading.py says which of them the command line has set."""
@@ -44,7 +42,7 @@ def _contradiction(text: str, *fields: str) -> PydanticCustomError:
 class Config(Section):
     """A whole run."""
 
-    version: Literal[1] = Field(default=VERSION, description="of this schema")
+    version: Literal[1] = Field(default=1, description="of this schema")
     run: str = Field(description="the folder of the run: checkpoints, metrics, pictures")
     task: Literal["language", "chat", "preference"] = Field(
         default="language",
