@@ -84,16 +84,17 @@ def positions(documents: Tensor) -> Tensor:
 def logits_of(model: Any, mesh: Mesh, tokens: Tensor) -> Tensor:
     """[b, s, vocab] of whole rows, on all ranks; not of a model in stages."""
     part = shard({"input_ids": tokens}, mesh)
-    return part.gather_sequence(model(**part.inputs).logits)[:, : tokens.shape[1]]
+    with running(model, None, None):
+        return part.gather_sequence(model(**part.inputs).logits)[:, : tokens.shape[1]]
 
 
 @contextmanager
 def running(model: Any, key: Key | None, samples: Tensor | None) -> Iterator[None]:
     """A forward of a micro-batch: its draws are its own, and torch's generators stay as they were. A model in fp64
     computes in fp64 where the library casts to fp32, so that runs in fp64 can be compared."""
-    mesh: Mesh = model._isograd_mesh
     with ExitStack() as stack:
         if key is not None and samples is not None and model.training and model._isograd_draws:
+            mesh: Mesh = model._isograd_mesh
             devices = [] if mesh.device.type == "cpu" else [mesh.device]
             stack.enter_context(torch.random.fork_rng(devices, device_type=mesh.device.type))
             first = int(samples.reshape(-1)[0])

@@ -66,9 +66,14 @@ def teacher(options: Distil, config: TransformerConfig, mesh: Mesh, dtype: torch
     """The teacher of a model with this config, with its weights."""
     described = teacher_config(options, config.vocab)
     on = mesh if mesh.layout.pp == 1 else Mesh.unbound("dp1")
-    made = Transformer(described, on, dtype=dtype, device=mesh.device).requires_grad_(False)
-    load_hf(made, options.teacher)
-    return made.eval()
+    return frozen(Transformer(described, on, dtype=dtype, device=mesh.device), options.teacher)
+
+
+def frozen(model: Transformer, folder: str | None) -> Transformer:
+    """A model that another one is compared with, with the weights of a folder, if it has one."""
+    if folder is not None:
+        load_hf(model, folder)
+    return model.requires_grad_(False).eval()
 
 
 def identity(options: Distil, mesh: Mesh) -> str:

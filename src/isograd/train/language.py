@@ -47,7 +47,7 @@ def model_config(config: Config) -> TransformerConfig:
         )  # fmt: skip
     named = load_config(model.path) if model.path else preset(model.preset) if model.preset else None
     base = vars(named) if named else {}
-    score = {"score": True} if config.preference is not None and config.preference.loss == "reward" else {}
+    score = {"score": True} if config.scores else {}
     return TransformerConfig.from_dict({**base, **model.options, **score}, "model")
 
 

@@ -24,7 +24,8 @@ from isograd.core.mesh import Mesh
 from isograd.core.rng import Key
 from isograd.models import Transformer, TransformerConfig
 from isograd.sequence import token_layout_for
-from isograd.train.sections import Preference
+from isograd.train.policy import PolicyLoss
+from isograd.train.sections import Grpo, Preference
 
 
 class PreferenceLoss:
@@ -130,12 +131,17 @@ class PreferenceLoss:
         return found
 
 
+def loss_of(options: Preference | Grpo, mesh: Mesh) -> PreferenceLoss | PolicyLoss:
+    """Of pairs of answers, or of answers that the model has drawn."""
+    return PolicyLoss(options, mesh) if isinstance(options, Grpo) else PreferenceLoss(options, mesh)
+
+
 class PreferenceTransformer(Transformer):
     """The Transformer with a loss of pairs; of tokens [rows, length] it is the Transformer."""
 
-    def __init__(self, config: TransformerConfig, mesh: Mesh, options: Preference, **more: Any) -> None:
+    def __init__(self, config: TransformerConfig, mesh: Mesh, options: Preference | Grpo, **more: Any) -> None:
         super().__init__(config, mesh, **more)
-        self.pair_loss = PreferenceLoss(options, mesh, self.ignore_index)
+        self.pair_loss = loss_of(options, mesh)
 
     def forward(
         self,
@@ -150,7 +156,8 @@ class PreferenceTransformer(Transformer):
         key: Key | None = None,
         documents: Tensor | None = None,
     ) -> Any:
-        """reference [pairs, answers]: log probabilities of the answers; baseline [pairs]: KTO's, the same for all.
+        """reference [pairs, answers]: log probabilities of the answers, or [rows, 1, length] of their tokens; baseline
+        [pairs]: KTO's, the same for all.
 
         A pair without labels in one of its answers is not counted: it fills up the last batch of an evaluation.
         """
@@ -177,6 +184,8 @@ class PreferenceTransformer(Transformer):
             logp = self.head.log_probabilities(x, mine, self.loss_chunk).view(len(rows), -1)
             mask = (mine != self.ignore_index).view(len(rows), -1)
         terms = experts if self._has_terms else {}
+        if reference is not None and reference.dim() == 3:
+            reference = stream.places.shard(reference.flatten(0, 1), self.mesh.index("cp"))
         return self.pair_loss.of(logp, mask, labels, reference, baseline, training=self.training, experts=terms)
 
     def term_weights(

@@ -309,7 +309,7 @@ def changed(before: object, now: Config) -> list[str]:
     """Which options decide a run's samples, and differ from those of the run that was saved."""
     if not isinstance(before, dict):
         return []
-    found = differing(before, now, ("data", "pairs", "preference", "batch"))
+    found = differing(before, now, ("data", "pairs", "preference", "grpo", "batch"))
     return found or ["the options are the same: what the files hold has changed"]
 
 
