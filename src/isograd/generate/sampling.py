@@ -43,20 +43,23 @@ def draw(logits: Tensor, key: Key, place: int, how: Sampling) -> int:
 
 @torch.no_grad()
 def write_rows(
-    logits: Callable[[Tensor], Tensor], prompts: Sequence[Sequence[int]], end: int, how: Sampling,
+    following: Callable[[], Callable[[Tensor], Tensor]], prompts: Sequence[Sequence[int]], end: int, how: Sampling,
     samples: Sequence[int], room: int, mesh: Mesh,
 ) -> list[list[int]]:  # fmt: skip
-    """What follows each prompt, until the token `end`, which is a part of it, or until a row has `room` tokens. logits:
-    of tokens [b, s], on all ranks. All ranks call the model equally often, as ZeRO 3 needs; those of a tp or cp group
-    have the same rows."""
+    """What follows each prompt, until the token `end`, which is a part of it, or until a row has `room` tokens. What
+    `following` makes is given the rows' tokens bit by bit, and gives the logits behind them, [b, vocab], on all ranks.
+    All ranks call the model equally often, as ZeRO 3 needs; those of a tp or cp group have the same rows."""
     keys = [rng.key(how.seed, "generate", sample) for sample in samples]
-    stops = [min(len(prompt) + how.max_new_tokens, room) for prompt in prompts]
+    stops = [max(len(prompt) + 1, min(len(prompt) + how.max_new_tokens, room)) for prompt in prompts]
     text = torch.zeros(len(prompts), max(stops), dtype=torch.long, device=mesh.device)
     for row, prompt in zip(text, prompts, strict=True):
         row[: len(prompt)] = row.new_tensor(prompt)
-    at, ended = min(map(len, prompts)), [0] * len(prompts)
+    logits, done, at, ended = following(), 0, min(map(len, prompts)), [0] * len(prompts)
     while raw.all_max(torch.tensor([float(0 in ended)], device=mesh.device), mesh.group("world")).item():
-        last = logits(text[:, :at])[:, -1]
+        if done == at:  # all rows of this rank have ended, and others call the model
+            following()(text[:, :1])
+            continue
+        last, done = logits(text[:, done:at]), at
         for row, prompt in enumerate(prompts):  # prompts of other lengths: a longer one is read on
             if at >= len(prompt) and not ended[row]:
                 text[row, at] = draw(last[row], keys[row], at - len(prompt), how)

@@ -235,7 +235,14 @@ class Transformer(nn.Module):
         return left
 
     @overload
-    def forward(self, tokens: Tensor, labels: None = None, *, documents: Tensor | None = None) -> Tensor: ...
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: None = None,
+        *,
+        documents: Tensor | None = None,
+        cache: dict[object, tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor: ...
 
     @overload
     def forward(
@@ -258,6 +265,7 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         stage: int | None = None,
         passed: Tensor | None = None,
+        cache: dict[object, tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens [b, s] of this dp rank. With labels [b, s]: (mean loss, count); without: logits [b, s, vocab].
 
@@ -266,6 +274,9 @@ class Transformer(nn.Module):
         nothing of the texts before it, and its positions start at 0.
 
         A pipeline calls one `stage` at a time, with the stream that the previous stage `passed` on.
+
+        cache: {} at first, which each call fills: tokens are those behind the ones of the calls before (one, but for
+        the first call), and the result is the last one's logits [b, vocab]. In eval mode, without cp, sp and pp.
         """
         if stage is None and len(self.parts) > 1:
             raise ModelError(
@@ -275,9 +286,22 @@ class Transformer(nn.Module):
                 expected="engine.train_step(batch, micro_batches=k), or engine.evaluate",
                 where=self.mesh.describe_rank(),
             )
+        if cache is not None:
+            return self._next(tokens, cache)
         result: Tensor | tuple[Tensor, Tensor]
         result = self._piece(stage or 0, passed, tokens, labels, key=key, samples=samples, documents=documents)
         return result
+
+    def _next(self, tokens: Tensor, cache: dict[object, tuple[Tensor, Tensor]]) -> Tensor:
+        assert self.embed is not None and self.norm is not None and self.head is not None
+        places = token_layout_for(tokens.shape[1], len(tokens), self.mesh)
+        stream = self._stream(places, tokens, None, None, None)
+        before = next(iter(cache.values()))[0].shape[1] if cache else 0
+        stream = replace(stream, positions=stream.positions + before, cache=cache)
+        x = self.embed(tokens.reshape(-1))
+        x = x if self.positions is None else self.positions(x, stream)
+        x = self.norm(self._body(x, stream, self.parts[0])[0])
+        return self.head.logits(x.view(*tokens.shape, -1)[:, -1])
 
     @property
     def chunks(self) -> dict[int, Callable[[Any, Any], Any]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from isograd.hf.adapters import without_adapters
 from isograd.models import Transformer
 from isograd.train.config import Config
 from isograd.train.distillation import frozen
-from isograd.train.language import first_answer, logits_function, model_config, vocabulary
+from isograd.train.language import Following, first_answer, logits_function, model_config, vocabulary
 from isograd.train.preference import PreferenceTask, key_of, of_first_rank
 from isograd.train.rewards import Completion, rewards_of
 from isograd.train.task import DTYPES, Evaluated, ProgressCallback, rows_of
@@ -96,10 +97,9 @@ class GrpoTask(PreferenceTask):
         with self.engine.untracked_forward():
             for at in range(0, share, size):
                 self.beat("asking the model")
-                part, logits = slice(at, at + size), logits_function(self.model, mesh)
-                drawn += write_rows(
-                    logits, asked[part], ends[0], how, numbers[part], config.data.length, mesh
-                )  # fmt: skip
+                part, following = slice(at, at + size), partial(Following, self.model, mesh)
+                room = config.data.length
+                drawn += write_rows(following, asked[part], ends[0], how, numbers[part], room, mesh)
             rewards = torch.zeros(len(prompts), dtype=torch.float64, device=mesh.device)
             if mesh.index("tp") == mesh.index("cp") == 0:  # one of those that have the same rows
                 said = [self.words([token for token in answer if token != ends[0]]) for answer in drawn]

@@ -21,7 +21,7 @@ from isograd.data.preferences import Preferences
 from isograd.engine.evaluation import merge
 from isograd.errors import ConfigError
 from isograd.generate.harness import harness
-from isograd.generate.sampling import Sampling, draw
+from isograd.generate.sampling import Sampling, write_rows
 from isograd.generate.scoring import Scorer, end_of
 from isograd.generate.writer import tokenizer_in, words_of
 from isograd.hf.configs import load_config
@@ -209,9 +209,8 @@ def sample_text(
     decode: Callable[[Sequence[int]], str],
 ) -> str:
     """A prompt [1, n], and at most so many tokens that the model writes after it, until it writes `stop`."""
-    prompt = prompt.to(mesh.device)
-    written = generate(logits_function(model, mesh), prompt, tokens, window)
-    written = written[: written.index(stop) + 1] if stop in written else written
+    following = partial(Following, model, mesh)
+    (written,) = write_rows(following, prompt.tolist(), stop, Sampling(tokens), [0], window, mesh)
     return f"{decode(prompt[0].tolist())}▮{decode(written)}"
 
 
@@ -220,6 +219,32 @@ def logits_function(model: nn.Module, mesh: Mesh) -> Callable[[Tensor], Tensor]:
     from isograd.hf.training_rows import logits_of
 
     return model if isinstance(model, Transformer) else partial(logits_of, model, mesh)
+
+
+class Following:
+    """The logits behind the tokens that it has been given so far, of a model that has no pipeline; keys and values are
+    kept where a rank has whole rows. Under cp and sp, and of compiled blocks, the rows go through the model anew."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        compiled = any(block._compiled_call_impl is not None for block in model.modules())
+        self.model, self.mesh, self.cuts = model, mesh, compiled or mesh.layout.sp or mesh.size("cp") > 1
+        self.cache: dict[Any, Any] = {}
+        self.given: list[Tensor] = []
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """[b, vocab], behind further tokens [b, s] of these rows."""
+        self.given.append(tokens)
+        if self.cuts:
+            return logits_function(self.model, self.mesh)(torch.cat(self.given, 1))[:, -1]
+        if isinstance(self.model, Transformer):
+            return self.model(tokens, cache=self.cache)  # type: ignore[no-any-return]
+        from isograd.hf.training_rows import running
+
+        with running(self.model, None, None):
+            output = self.model(input_ids=tokens, use_cache=True, **self.cache)
+        self.cache = {name: output[name] for name in ("cache", "past_key_values") if output.get(name) is not None}
+        self.cuts = not self.cache  # nothing is kept
+        return output.logits[:, -1]  # type: ignore[no-any-return]
 
 
 def first_answer(labels: Tensor) -> tuple[int, int]:
@@ -246,13 +271,3 @@ def parameters(c: TransformerConfig) -> int:
             idle = 1 - c.experts.per_token / c.experts.number
             count -= int(idle * sum(p.numel() for p in layer.parameters()))
     return count - (0 if c.tied else c.vocab * c.hidden)
-
-
-@torch.no_grad()
-def generate(model: Callable[[Tensor], Tensor], prompt: Tensor, count: int, window: int) -> list[int]:
-    """Tokens drawn at temperature 0.8, the same on all ranks because each draw is a function of its place."""
-    text = prompt
-    for place in range(count):
-        token = draw(model(text[:, -window:])[0, -1], rng.key(0, "sample"), place, Sampling())
-        text = torch.cat([text, text.new_tensor([[token]])], 1)
-    return [int(token) for token in text[0, prompt.shape[1] :]]

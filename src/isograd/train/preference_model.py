@@ -155,6 +155,7 @@ class PreferenceTransformer(Transformer):
         passed: Tensor | None = None,
         key: Key | None = None,
         documents: Tensor | None = None,
+        cache: dict[object, tuple[Tensor, Tensor]] | None = None,
     ) -> Any:
         """reference [pairs, answers]: log probabilities of the answers, or [rows, 1, length] of their tokens; baseline
         [pairs]: KTO's, the same for all.
@@ -162,7 +163,7 @@ class PreferenceTransformer(Transformer):
         A pair without labels in one of its answers is not counted: it fills up the last batch of an evaluation.
         """
         if tokens.dim() == 2 or labels is None or (stage is None and len(self.parts) > 1):
-            given: dict[str, Any] = {"documents": documents, "key": key, "samples": samples}
+            given: dict[str, Any] = {"documents": documents, "key": key, "samples": samples, "cache": cache}
             return super().forward(tokens, labels, stage=stage, passed=passed, **given)  # type: ignore[call-overload]
         _, answers, _ = tokens.shape
         if samples is not None:  # ids of pairs; dropout draws for each answer
