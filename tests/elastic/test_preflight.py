@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from isograd.elastic.preflight import (
     ranks_that_measure,
     render,
     rounds,
-    to_json,
 )
 
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "isograd": "0.1.0"}
@@ -56,7 +54,6 @@ def test_healthy_machines_have_a_table_and_no_findings() -> None:
     assert said[1].split() == ["host0", "0,1", "eth0", "10.0.0.1", "3.11.7", "2.13.0", "0.1.0"]
     assert said[-4].split() == ["host0", "host1", "4", "16.00", "8.00"]
     assert said[-1] == "nothing is wrong"
-    assert [len(to_json(good(), [])[name]) for name in ("ranks", "links", "findings")] == [4, 12, 0]
 
 
 @pytest.mark.parametrize(
@@ -111,11 +108,11 @@ def command(*words: str, **place: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.medium
 def test_ranks_of_one_machine_measure_each_other_and_join_a_world(tmp_path: Path) -> None:
-    done = command("--nproc", "2", "--json")
+    done = command("--nproc", "2")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [rank["address"] for rank in found["ranks"]] == ["127.0.0.1"] * 2
-    assert sorted((link["source"], link["target"]) for link in found["links"]) == [(0, 1), (1, 0)]
+    ranks, pairs, verdict = done.stdout.strip().split("\n\n")
+    assert ranks.splitlines()[1].split()[1:4] == ["0,1", "lo", "127.0.0.1"]
+    assert pairs.splitlines()[1].split()[2] == "1" and float(pairs.split()[-1]) > 0 and verdict == "nothing is wrong"
 
 
 @pytest.mark.medium

@@ -17,14 +17,15 @@ from isograd.core import rng
 from isograd.core.mesh import Mesh
 from isograd.data import builtin_chats, preferences
 from isograd.errors import IsogradError
-from isograd.generate.sampling import Sampling, draw, write_rows
+from isograd.generate.rows import drawn_rows, write_rows
+from isograd.generate.sampling import Sampling, draw
 from isograd.hf.adapters import without_adapters
 from isograd.models import Transformer, TransformerConfig
 from isograd.prove import Case
 from isograd.train import journal, loop, resources, startup, texts
 from isograd.train.config import Config
 from isograd.train.grpo import GrpoTask
-from isograd.train.language import Following
+from isograd.train.language import following
 from isograd.train.loop import RunOptions
 from isograd.train.preference_model import PreferenceTransformer
 from isograd.train.rewards import Completion, rewards_of
@@ -107,7 +108,7 @@ def test_an_answer_is_the_one_that_its_number_has_alone_whatever_is_drawn_beside
     mesh, how = Mesh("dp1"), Sampling(max_new_tokens=9, temperature=1.0, seed=4)
     made = Transformer(SMALL, mesh, dtype=torch.float64).eval()
     prompts, numbers, end, room = [[3, 4, 5], [7], [1, 2, 3, 4, 5, 6], [9, 9]], [8, 3, 5, 4], 6, 11
-    found = write_rows(partial(Following, made, mesh), prompts, end, how, numbers, room, mesh)
+    found = write_rows(prompts, drawn_rows(following(made, mesh), prompts, (end,), how, numbers, room, mesh))
     for prompt, number, answer in zip(prompts, numbers, found, strict=True):
         row = list(prompt)
         for place in range(min(9, room - len(prompt))):

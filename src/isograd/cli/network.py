@@ -11,7 +11,6 @@ second form starts its ranks at once, so that a machine which never comes is nam
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import subprocess
@@ -46,13 +45,12 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master-addr", metavar="HOST", help="name or address of machine 0, where ranks meet")
     parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="a free port of it (29500)")
     parser.add_argument("--wait", type=float, default=20.0, metavar="S", help="seconds to wait for a rank (default 20)")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def _network(options: argparse.Namespace) -> int:
     if "RANK" not in os.environ:
         return _start(options)
-    from isograd.elastic.preflight import analyze, preflight, render, to_json
+    from isograd.elastic.preflight import analyze, preflight, render
 
     try:
         found, notes = preflight(options.wait)
@@ -64,7 +62,7 @@ def _network(options: argparse.Namespace) -> int:
     if notes.rank:
         notes.put("left", True)
     else:
-        print(json.dumps(to_json(found, errors), indent=1) if options.json else render(found, errors), flush=True)
+        print(render(found, errors), flush=True)
         notes.gather("left", True)  # the store may lie in this process
     return _end(FOUND if errors else 0)
 

@@ -389,13 +389,3 @@ def render(found: Preflight, errors: Sequence[NetworkError]) -> str:
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def to_json(found: Preflight, errors: Sequence[NetworkError]) -> dict[str, Any]:
-    """The same for programs."""
-    said = [{"code": e.code, "what": e.what, "seen": e.seen, "expected": e.expected, "fix": e.fix} for e in errors]
-    return {
-        "ranks": [asdict(one) for one in found.facts],
-        "links": [asdict(link) for link in found.links],
-        "findings": said,
-    }

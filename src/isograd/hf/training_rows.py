@@ -88,6 +88,23 @@ def logits_of(model: Any, mesh: Mesh, tokens: Tensor) -> Tensor:
         return part.gather_sequence(model(**part.inputs).logits)[:, : tokens.shape[1]]
 
 
+class LibraryFollowing:
+    """The logits behind the tokens that it has been given so far, with the library's own cache of keys and values; of a
+    class that has none, from all of them."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.kept = model, dict[str, Any]()
+        self.given: Tensor | None = None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """[b, vocab], behind further tokens [b, s] of these rows."""
+        self.given = tokens if self.given is None or self.kept else torch.cat((self.given, tokens), 1)
+        with running(self.model, None, None):
+            output = self.model(input_ids=self.given, use_cache=True, **self.kept)
+        self.kept = {name: output[name] for name in ("cache", "past_key_values") if output.get(name) is not None}
+        return output.logits[:, -1]  # type: ignore[no-any-return]
+
+
 @contextmanager
 def running(model: Any, key: Key | None, samples: Tensor | None) -> Iterator[None]:
     """A forward of a micro-batch: its draws are its own, and torch's generators stay as they were. A model in fp64

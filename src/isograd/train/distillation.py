@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from isograd import losses
-from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
 from isograd.core.mesh import Mesh
 from isograd.data import files
 from isograd.errors import ConfigError, DataError, headline
@@ -26,6 +25,7 @@ from isograd.hf.families import load_hf
 from isograd.models import Transformer, TransformerConfig
 from isograd.sequence import token_layout_for
 from isograd.train.sections import Distil
+from isograd.train.task import of_first_rank
 
 
 class DistilTransformer(Transformer):
@@ -81,12 +81,7 @@ def identity(options: Distil, mesh: Mesh) -> str:
     folder = Path(options.teacher)
 
     def hashed() -> str:
-        if mesh.rank:
-            return ""
         every = [*files.hashes_of_weights(folder), files.sha256(folder / "config.json")]
         return sha256("".join(every).encode()).hexdigest()
 
-    mine = run_or_raise_on_all_ranks(
-        hashed, mesh, DataError, lambda error: DataError("IG904", seen=headline(error), path=folder)
-    )
-    return str(all_gather_object(mine, mesh)[0])
+    return of_first_rank(hashed, mesh, lambda error: DataError("IG904", seen=headline(error), path=folder))

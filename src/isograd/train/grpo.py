@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +26,16 @@ from isograd.core.mesh import Mesh
 from isograd.data import read_tokenizer
 from isograd.data.mixture import IGNORE
 from isograd.data.preferences import NOBODY
-from isograd.generate.sampling import Sampling, write_rows
+from isograd.generate.rows import drawn_rows, write_rows
+from isograd.generate.sampling import Sampling
 from isograd.hf.adapters import without_adapters
 from isograd.models import Transformer
 from isograd.train.config import Config
 from isograd.train.distillation import frozen
-from isograd.train.language import Following, first_answer, logits_function, model_config, vocabulary
-from isograd.train.preference import PreferenceTask, key_of, of_first_rank
+from isograd.train.language import first_answer, following, logits_function, model_config, vocabulary
+from isograd.train.preference import PreferenceTask, key_of, unwritten
 from isograd.train.rewards import Completion, rewards_of
-from isograd.train.task import DTYPES, Evaluated, ProgressCallback, rows_of
+from isograd.train.task import DTYPES, Evaluated, ProgressCallback, of_first_rank, rows_of
 
 
 class GrpoTask(PreferenceTask):
@@ -51,7 +51,7 @@ class GrpoTask(PreferenceTask):
         self.worth = rewards_of(config.grpo, vocabulary(config), mesh)
         self.start: Transformer | None = None
         if config.grpo.kl:
-            self.starts_from = of_first_rank(lambda: key_of(config, self.data.contents), mesh)
+            self.starts_from = of_first_rank(lambda: key_of(config, self.data.contents), mesh, unwritten)
         if config.grpo.kl and not config.by_transformers:
             folder = config.model.path if config.model.weights else None
             about: dict[str, Any] = {
@@ -93,13 +93,15 @@ class GrpoTask(PreferenceTask):
         asked = [row[:start].tolist() for row, start in zip(given["tokens"][:, 0], starts, strict=True)]
         right = [self.words(row[(row != IGNORE) & (row != ends[0])].tolist()) for row in given["labels"][:, 0]]
         self.model.eval()
+        asks = following(self.model, mesh)
         numbers, drawn, size = [first + row for row in mine], list[list[int]](), -(-share // config.micro_batches)
         with self.engine.untracked_forward():
             for at in range(0, share, size):
                 self.beat("asking the model")
-                part, following = slice(at, at + size), partial(Following, self.model, mesh)
+                part = slice(at, at + size)
                 room = config.data.length
-                drawn += write_rows(following, asked[part], ends[0], how, numbers[part], room, mesh)
+                made = drawn_rows(asks, asked[part], ends[:1], how, numbers[part], room, mesh)
+                drawn += write_rows(asked[part], made)
             rewards = torch.zeros(len(prompts), dtype=torch.float64, device=mesh.device)
             if mesh.index("tp") == mesh.index("cp") == 0:  # one of those that have the same rows
                 said = [self.words([token for token in answer if token != ends[0]]) for answer in drawn]

@@ -21,11 +21,13 @@ from isograd.data.preferences import Preferences
 from isograd.engine.evaluation import merge
 from isograd.errors import ConfigError
 from isograd.generate.harness import harness
-from isograd.generate.sampling import Sampling, write_rows
+from isograd.generate.rows import drawn_rows, write_rows
+from isograd.generate.sampling import Sampling
 from isograd.generate.scoring import Scorer, end_of
 from isograd.generate.writer import tokenizer_in, words_of
 from isograd.hf.configs import load_config
 from isograd.hf.families import HuggingFace
+from isograd.hf.training_rows import LibraryFollowing, logits_of
 from isograd.models import Transformer, TransformerConfig, preset
 from isograd.nn.experts import Experts
 from isograd.nn.float8 import use_float8
@@ -209,42 +211,34 @@ def sample_text(
     decode: Callable[[Sequence[int]], str],
 ) -> str:
     """A prompt [1, n], and at most so many tokens that the model writes after it, until it writes `stop`."""
-    following = partial(Following, model, mesh)
-    (written,) = write_rows(following, prompt.tolist(), stop, Sampling(tokens), [0], window, mesh)
+    given: list[list[int]] = prompt.tolist()
+    rows = drawn_rows(following(model, mesh), given, (stop,), Sampling(tokens), [0], window, mesh)
+    (written,) = write_rows(given, rows)
     return f"{decode(prompt[0].tolist())}▮{decode(written)}"
 
 
 def logits_function(model: nn.Module, mesh: Mesh) -> Callable[[Tensor], Tensor]:
     """From tokens to logits, on all ranks, of a model that has no pipeline."""
-    from isograd.hf.training_rows import logits_of
-
     return model if isinstance(model, Transformer) else partial(logits_of, model, mesh)
 
 
-class Following:
-    """The logits behind the tokens that it has been given so far, of a model that has no pipeline; keys and values are
-    kept where a rank has whole rows. Under cp and sp, and of compiled blocks, the rows go through the model anew."""
+def following(model: nn.Module, mesh: Mesh) -> Callable[[], Callable[[Tensor], Tensor]]:
+    """What `drawn_rows` asks, on all ranks, of a model that has no pipeline. Keys and values are kept where a rank has
+    whole rows; under cp and sp, and of compiled blocks, the rows go through the model anew."""
+    compiled = any(block._compiled_call_impl is not None for block in model.modules())
+    if compiled or mesh.layout.sp or mesh.size("cp") > 1:
+        return partial(_anew, logits_function(model, mesh))
+    return (lambda: partial(model, cache={})) if isinstance(model, Transformer) else partial(LibraryFollowing, model)
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        compiled = any(block._compiled_call_impl is not None for block in model.modules())
-        self.model, self.mesh, self.cuts = model, mesh, compiled or mesh.layout.sp or mesh.size("cp") > 1
-        self.cache: dict[Any, Any] = {}
-        self.given: list[Tensor] = []
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """[b, vocab], behind further tokens [b, s] of these rows."""
-        self.given.append(tokens)
-        if self.cuts:
-            return logits_function(self.model, self.mesh)(torch.cat(self.given, 1))[:, -1]
-        if isinstance(self.model, Transformer):
-            return self.model(tokens, cache=self.cache)  # type: ignore[no-any-return]
-        from isograd.hf.training_rows import running
+def _anew(logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    given: list[Tensor] = []
 
-        with running(self.model, None, None):
-            output = self.model(input_ids=tokens, use_cache=True, **self.cache)
-        self.cache = {name: output[name] for name in ("cache", "past_key_values") if output.get(name) is not None}
-        self.cuts = not self.cache  # nothing is kept
-        return output.logits[:, -1]  # type: ignore[no-any-return]
+    def last(tokens: Tensor) -> Tensor:
+        given.append(tokens)
+        return logits(torch.cat(given, 1))[:, -1]
+
+    return last
 
 
 def first_answer(labels: Tensor) -> tuple[int, int]:

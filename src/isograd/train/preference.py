@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
-from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
+from isograd.comm.consensus import run_or_raise_on_all_ranks
 from isograd.core import rng
 from isograd.core.mesh import Mesh
 from isograd.data import files, read_tokenizer
@@ -48,7 +48,7 @@ from isograd.train.language import (
     vocabulary,
 )
 from isograd.train.preference_model import PreferenceTransformer
-from isograd.train.task import Evaluated, ProgressCallback, engine_of, rows_of
+from isograd.train.task import Evaluated, ProgressCallback, engine_of, of_first_rank, rows_of
 
 LINE = 1024  # bytes of the first line at most
 BOTH, STRANGER = range(2), range(2, 3)  # the answers of a pair
@@ -208,18 +208,12 @@ def key_of(config: configs.Config, pairs: str) -> str:
     return sha256(json.dumps([pairs, config.data.length, weights, model.dtype, described]).encode()).hexdigest()
 
 
-def of_first_rank(key: Callable[[], str], mesh: Mesh) -> str:
-    """What the first rank finds, on every rank."""
-    mine = run_or_raise_on_all_ranks(lambda: key() if mesh.rank == 0 else "", mesh, DataError, _unwritten)
-    return str(all_gather_object(mine, mesh)[0])
-
-
 def read_or_compute(
     file: Path, key: Callable[[], str], shape: tuple[int, int], mesh: Mesh, make: Callable[[], Tensor]
 ) -> tuple[str, Tensor]:
     """(key, the numbers of the file) on every rank; where the file is not there, `make` runs on all ranks and the first
     writes it."""
-    world, first, name = mesh.group("world"), mesh.rank == 0, of_first_rank(key, mesh)
+    world, first, name = mesh.group("world"), mesh.rank == 0, of_first_rank(key, mesh, unwritten)
     kept = _read(file, name, shape) if first else None
     if raw.all_max(torch.tensor([float(kept is not None)], device=mesh.device), world).item():
         found = torch.zeros(shape, dtype=torch.float64) if kept is None else kept
@@ -232,7 +226,7 @@ def read_or_compute(
             line = json.dumps({"key": name, "shape": shape, "sha256": sha256(data).hexdigest()})
             files.write_whole(file, line.encode() + b"\n" + data)
 
-    run_or_raise_on_all_ranks(write, mesh, DataError, _unwritten)
+    run_or_raise_on_all_ranks(write, mesh, DataError, unwritten)
     return name, made
 
 
@@ -250,7 +244,7 @@ def _read(file: Path, key: str, shape: tuple[int, int]) -> Tensor | None:
     return torch.from_numpy(np.frombuffer(data, "<f8").astype(np.float64).reshape(shape))
 
 
-def _unwritten(error: Exception) -> DataError:
+def unwritten(error: Exception) -> DataError:
     return DataError(
         "IG918", "references could not be written", seen=headline(error), expected="a run's folder with enough space",
         fix="make room or fix permissions; the same command then computes them again",

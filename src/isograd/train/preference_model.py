@@ -23,6 +23,7 @@ from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.core.rng import Key
 from isograd.models import Transformer, TransformerConfig
+from isograd.nn.stream import Cache
 from isograd.sequence import token_layout_for
 from isograd.train.policy import PolicyLoss
 from isograd.train.sections import Grpo, Preference
@@ -155,7 +156,7 @@ class PreferenceTransformer(Transformer):
         passed: Tensor | None = None,
         key: Key | None = None,
         documents: Tensor | None = None,
-        cache: dict[object, tuple[Tensor, Tensor]] | None = None,
+        cache: Cache | None = None,
     ) -> Any:
         """reference [pairs, answers]: log probabilities of the answers, or [rows, 1, length] of their tokens; baseline
         [pairs]: KTO's, the same for all.
