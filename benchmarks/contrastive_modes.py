@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isograd.comm.launch import World
-from isograd.integrations.contrastive import grad_cache as ours_cache
 from isograd.integrations.contrastive.open_clip import ClipLoss
 from isograd.integrations.contrastive.sentence_transformers import CachedInfoNCE
 
@@ -174,10 +173,6 @@ def packaged() -> Any:
     return found and (sys.modules["grad_cache.grad_cache"], sys.modules["grad_cache.functional"])
 
 
-def ours() -> Any:
-    return ours_cache, ours_cache
-
-
 def their_clip() -> Any:
     module = open_clip_loss()
     return module and module.ClipLoss
@@ -199,7 +194,6 @@ MODES: dict[str, Callable[[int], nn.Module | None]] = {
     "isograd ClipLoss local_loss": clip(None, True, False),
     "isograd ClipLoss gather_with_grad": clip(None, False, True),
     "isograd ClipLoss local_loss gather_with_grad": clip(None, True, True),
-    "isograd front GradCache": cached(ours, False),
     "isograd CachedInfoNCE, gathered": sentence("", {"mini_batch_size": CHUNK}),
 }
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import isograd as ig
 from isograd.integrations import deepspeed
-from isograd.integrations.contrastive.grad_cache import GradCache, cached, gather_input_tensor
+from isograd.losses.contrastive import AuxiliaryLoss, FullBatchLoss
 
 VOCAB, HIDDEN, TEXTS, LENGTH = 32, 16, 4, 6
 
@@ -103,8 +103,8 @@ def accumulated(engine, rank):
 
 
 def in_chunks(engine, rank):
-    loss = gather_input_tensor(contrast)
-    GradCache([engine.module, engine.module], [2, 3], loss, engine=engine.engine)(texts(rank, 7), texts(rank, 8))
+    loss = FullBatchLoss(engine.mesh, contrast)
+    ig.contrastive.GradientCache(engine.engine, loss, chunk=3).backward(texts(rank, 7), texts(rank, 8))
 
 
 STEPS = {"accumulated": (accumulated, alone_accumulated), "cached": (in_chunks, alone_cached)}
@@ -124,15 +124,10 @@ def mixed(stage, rank):
     mesh = ig.Mesh(f"dp{dist.get_world_size()} zero{stage}")
     model = encoder()
     engine = ig.Engine(model, mesh, torch.optim.AdamW, loss_scale=ig.LossScale(2.0**10))
-    loss, count = language(model, rank, 0)
-    engine.begin(language=count, pairs=TEXTS)
-    with engine.backward_context() as step:
-        encode = cached(model, engine=engine)
-        chunks = [[encode(part) for part in texts(rank, side).split(3)] for side in (7, 8)]
-        pairs = gather_input_tensor(contrast)(*(torch.cat([leaf for leaf, _ in side]) for side in chunks))
-        step.backward_terms(ig.Terms(language=(loss, count), pairs=(0.5 * pairs, TEXTS)), last=False)
-        for leaf, replay in [*chunks[0], *chunks[1]]:
-            replay(leaf)
+    _, count = language(model, rank, 0)
+    half = FullBatchLoss(mesh, lambda queries, answers: 0.5 * contrast(queries, answers))
+    second = AuxiliaryLoss([(lambda: language(model, rank, 0)[0], count)])
+    ig.contrastive.GradientCache(engine, half, chunk=3).backward(texts(rank, 7), texts(rank, 8), second=second)
     return dict(engine.grads().items())
 
 

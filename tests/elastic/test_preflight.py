@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,12 +18,10 @@ from isograd.elastic.preflight import (
     RankFacts,
     RankLink,
     analyze,
-    hashes,
     measure,
     ranks_that_measure,
     render,
     rounds,
-    to_json,
 )
 
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "isograd": "0.1.0"}
@@ -33,9 +30,7 @@ VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "isograd": "0.1.0"}
 def fact(rank: int) -> RankFacts:
     """Two ranks on each machine."""
     host = rank // 2
-    return RankFacts(
-        rank, f"host{host}", "gloo", "", "eth0", f"10.0.0.{host + 1}", 4000 + rank, VERSIONS, {"a.py": "1"}
-    )
+    return RankFacts(rank, f"host{host}", "gloo", "", "eth0", f"10.0.0.{host + 1}", 4000 + rank, VERSIONS)
 
 
 def links(ranks: int) -> list[RankLink]:
@@ -59,7 +54,6 @@ def test_healthy_machines_have_a_table_and_no_findings() -> None:
     assert said[1].split() == ["host0", "0,1", "eth0", "10.0.0.1", "3.11.7", "2.13.0", "0.1.0"]
     assert said[-4].split() == ["host0", "host1", "4", "16.00", "8.00"]
     assert said[-1] == "nothing is wrong"
-    assert [len(to_json(good(), [])[name]) for name in ("ranks", "links", "findings")] == [4, 12, 0]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +62,6 @@ def test_healthy_machines_have_a_table_and_no_findings() -> None:
         (changed(3, address="127.0.0.1"), "IG293", "the loopback address on rank 3 (host1) (no variable set"),
         (changed(2, address="", variable="GLOO_SOCKET_IFNAME=ib0"), "IG293", "GLOO_SOCKET_IFNAME=ib0: no address"),
         (changed(1, versions=VERSIONS | {"torch": "2.12.1"}), "IG295", "torch 2.12.1 on rank 1 (host0), 2.13.0 on"),
-        (changed(2, code={"a.py": "2", "b.py": "3"}), "IG296", "a.py 2 on rank 2 (host1), 1 on the others; b.py 3 on"),
         (Preflight(good().facts, good().links, {3: "a sum of 3"}), "IG297", "rank 3: a sum of 3"),
         (
             Preflight(good().facts, [*links(4)[:-1], RankLink(3, 2, "TimeoutError: timed out")], {}),
@@ -106,17 +99,6 @@ def test_a_link_is_measured_and_a_closed_port_is_said() -> None:
     assert "refused" in str(measure(0, 1, "127.0.0.1", 1, 5.0, speed=False).error)
 
 
-def test_code_is_compared_by_contents_under_names_of_its_own(tmp_path: Path) -> None:
-    for place in ("one", "two"):
-        (tmp_path / place / "sub").mkdir(parents=True)
-        (tmp_path / place / "sub" / "a.py").write_text("x = 1")
-        (tmp_path / place / "notes.txt").write_text(place)
-    one, two = (hashes(tmp_path / place, "code") for place in ("one", "two"))
-    assert one == two
-    assert list(one) == ["code/sub/a.py"]
-    assert hashes(tmp_path / "none.yaml", "none.yaml") == {"none.yaml": "not there"}
-
-
 def command(*words: str, **place: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "isograd", "check", "network", *words], env={**os.environ, **place},
@@ -126,11 +108,11 @@ def command(*words: str, **place: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.medium
 def test_ranks_of_one_machine_measure_each_other_and_join_a_world(tmp_path: Path) -> None:
-    done = command("--nproc", "2", "--json")
+    done = command("--nproc", "2")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [rank["address"] for rank in found["ranks"]] == ["127.0.0.1"] * 2
-    assert sorted((link["source"], link["target"]) for link in found["links"]) == [(0, 1), (1, 0)]
+    ranks, pairs, verdict = done.stdout.strip().split("\n\n")
+    assert ranks.splitlines()[1].split()[1:4] == ["0,1", "lo", "127.0.0.1"]
+    assert pairs.splitlines()[1].split()[2] == "1" and float(pairs.split()[-1]) > 0 and verdict == "nothing is wrong"
 
 
 @pytest.mark.medium

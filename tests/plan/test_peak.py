@@ -12,8 +12,6 @@ from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.models import Transformer, TransformerConfig
-from isograd.plan import picture
-from isograd.plan.allocations import KINDS
 from isograd.plan.rehearse import rehearse, without_memory
 
 CONFIG = TransformerConfig(vocab=500, hidden=128, layers=2, heads=4, kv_heads=2, mlp=344)
@@ -46,21 +44,11 @@ def test_a_predicted_peak_is_what_the_allocator_counts_within_one_percent() -> N
     assert rank.peak.when in ("forward 2 of 2", "backward 2 of 2")
 
 
-def test_a_peak_names_its_owners_and_is_drawn(tmp_path) -> None:
+def test_a_peak_names_its_owners() -> None:
     first, second = (rehearse(build, Layout.parse(layout))[0].peak for layout in ("dp2 zero1", "dp2 zero3"))
     assert first.kinds["optimizer"] == pytest.approx(second.kinds["optimizer"], rel=0.01)
-    assert [name for _, name in first.phases[:4]] == [
-        "forward 1 of 2",
-        "backward 1 of 2",
-        "forward 2 of 2",
-        "backward 2 of 2",
-    ]
     assert any(owner == "parameters: gathered (ZeRO 3)" for owner, _ in second.owners)
     assert not any("gathered" in owner for owner, _ in first.owners)
     assert len(first.owners) == 10
     for peak in (first, second):
         assert sum(peak.kinds.values()) == peak.bytes
-        assert max(map(sum, zip(*peak.areas.values(), strict=True))) == peak.bytes
-        assert set(peak.areas) == set(KINDS)
-    assert picture.memory([("zero1", first), ("zero3", second)], tmp_path / "memory.png", "two ranks")
-    assert (tmp_path / "memory.png").stat().st_size > 10_000

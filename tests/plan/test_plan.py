@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
-import re
 import subprocess
 import sys
 import time
@@ -451,25 +449,15 @@ HERE = {
 }  # fmt: skip
 
 
-def test_the_demos_line_has_memory_and_time_as_predicted_and_as_measured(tmp_path: Path, capsys) -> None:
+def test_a_layout_of_more_ranks_than_devices_gets_a_part_of_each(tmp_path: Path, capsys) -> None:
     """Four ranks on two cores: each gets half of a core."""
-    file, run = tmp_path / "here.yaml", tmp_path / "run"
+    file = tmp_path / "here.yaml"
     file.write_text(yaml.safe_dump(HERE))
-    run.mkdir()
-    words = ["plan", str(RECIPES / "quickstart.yaml"), "--machine", str(file), "--brief"]
-    assert main(words) == 0
-    line = capsys.readouterr().out
-    assert re.fullmatch(r"plan: dp2 tp2 sp zero1 on here: 0\.3\d GB a rank, .* m?s a step \(.* to .* m?s\)\n", line)
-    assert main([*words, "--gpus", "8"]) == 2 and "leave out --gpus" in capsys.readouterr().err
-    assert main([*words, "--measured", str(run)]) == 2
-    assert "IG275" in capsys.readouterr().err
-    steps = [{"step": 5 * n, "loss": 1.0, "memory_gb": 0.25 + n / 1e3, "seconds_per_step": 9.0 / n} for n in (1, 2, 3)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    assert main([*words, "--measured", str(run)]) == 0
-    assert capsys.readouterr().out == line.rstrip() + "; measured: 0.27 GB, 3.75 s\n"
+    assert main(["plan", str(RECIPES / "quickstart.yaml"), "--machine", str(file), "--layout", "dp2 tp2 sp zero1"]) == 0
+    assert "dp2 tp2 sp zero1" in capsys.readouterr().out
     one, two = (machine.from_dict(HERE | {"devices": n}, "here").shared(4) for n in (4, 2))
     assert (two.peak("fp32"), two.inside.latency_us) == (one.peak("fp32") / 2, 100)
-    assert "plan recipes/quickstart.yaml --machine runs/here.yaml --brief" in (RECIPES.parent / "Makefile").read_text()
+    assert "plan recipes/quickstart.yaml --machine runs/here.yaml --layout" in (RECIPES.parent / "Makefile").read_text()
 
 
 @pytest.mark.slow

@@ -15,15 +15,12 @@ from isograd.train.reading import load
 CONFIG = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 
-def test_a_config_is_rehearsed_and_drawn(capsys, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "memory.png"
-    assert main(["rehearse", str(CONFIG), "--layout", "dp2 pp2 zero1", "--picture", str(picture)]) == 0
+def test_a_config_is_rehearsed(capsys) -> None:
+    assert main(["rehearse", str(CONFIG), "--layout", "dp2 pp2 zero1"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("dp2 pp2 zero1: 4 ranks\n\nkind 1: rank 0 (pp0 dp0)")
     assert "all messages match: 4 of 4 ranks were simulated" in said
     assert "between steps: parameters" in said and "gradients 0 B" in said and "once, at the start: " in said
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_shorter_step_has_micro_batches_of_the_same_size() -> None:
@@ -40,7 +37,6 @@ def test_a_shorter_step_has_micro_batches_of_the_same_size() -> None:
         (["--layout", "dp2 tp3"], "cannot be dealt out over tp3"),
         (["--layout", "dp2", "--world", "5"], "layout 'dp2' needs 2 ranks"),
         (["--layout", " "], "--layout is empty"),
-        (["--picture", "no/such/folder/memory.png"], "cannot be written"),
         (["--micro-batches", "100000000"], "1 to 10,000"),
         (["--micro-batches", "0"], "--micro-batches must be at least 1"),
     ],

@@ -1,8 +1,8 @@
 """isograd check network: before a run, on all of its machines.
 
 isograd check network --nproc 4                                       ranks of this machine alone
-isograd check network --nnodes 2 --nproc 8 --node-rank 0 --master-addr node1 run.yaml my_code/
-torchrun --nnodes 2 --nproc-per-node 8 ... --no-python -- isograd check network run.yaml my_code/
+isograd check network --nnodes 2 --nproc 8 --node-rank 0 --master-addr node1
+torchrun --nnodes 2 --nproc-per-node 8 ... --no-python -- isograd check network
 
 torchrun waits for the torchrun of every other machine before it starts anything, for minutes and without a word. The
 second form starts its ranks at once, so that a machine which never comes is named after --wait seconds.
@@ -11,12 +11,10 @@ second form starts its ranks at once, so that a machine which never comes is nam
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 from isograd.cli.subcommands import run
 from isograd.errors import NetworkError
@@ -24,11 +22,11 @@ from isograd.errors import NetworkError
 FOUND = 1  # exit code
 EXAMPLES = """on every machine, with its own number behind --node-rank:
   isograd check network --nnodes 2 --nproc 8 --node-rank 0 --master-addr node1
-    --master-port 29500 run.yaml
+    --master-port 29500
 
 or by the launcher of the run itself (torchrun waits for all machines first):
   torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr node1
-    --master-port 29500 --no-python -- isograd check network run.yaml
+    --master-port 29500 --no-python -- isograd check network
 
 exit codes: 0 nothing is wrong, 1 something is, 2 wrong usage"""
 
@@ -36,28 +34,26 @@ exit codes: 0 nothing is wrong, 1 something is, 2 wrong usage"""
 def check(words: list[str]) -> int:
     """`isograd check`; the exit code."""
     about = "Look at the machines of a run before it starts."
-    verbs = {"network": ("connections and bandwidth of all pairs of ranks; versions and code", _options, _network)}
+    verbs = {"network": ("connections and bandwidth of all pairs of ranks, and versions", _options, _network)}
     return run(words, "check", about, EXAMPLES, verbs)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", nargs="*", type=Path, help="code and configs that must be the same on every machine")
     parser.add_argument("--nproc", type=int, default=2, help="ranks to start here, outside of torchrun (default 2)")
     parser.add_argument("--nnodes", type=int, default=1, help="machines on which this command is started (default 1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="which of them this is, from 0")
     parser.add_argument("--master-addr", metavar="HOST", help="name or address of machine 0, where ranks meet")
     parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="a free port of it (29500)")
     parser.add_argument("--wait", type=float, default=20.0, metavar="S", help="seconds to wait for a rank (default 20)")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def _network(options: argparse.Namespace) -> int:
     if "RANK" not in os.environ:
         return _start(options)
-    from isograd.elastic.preflight import analyze, preflight, render, to_json
+    from isograd.elastic.preflight import analyze, preflight, render
 
     try:
-        found, notes = preflight(options.paths, options.wait)
+        found, notes = preflight(options.wait)
     except NetworkError as error:
         if error.code == "IG291" and os.environ.get("LOCAL_RANK", "0") != "0":  # the first rank here says it
             return _end(FOUND)
@@ -66,7 +62,7 @@ def _network(options: argparse.Namespace) -> int:
     if notes.rank:
         notes.put("left", True)
     else:
-        print(json.dumps(to_json(found, errors), indent=1) if options.json else render(found, errors), flush=True)
+        print(render(found, errors), flush=True)
         notes.gather("left", True)  # the store may lie in this process
     return _end(FOUND if errors else 0)
 

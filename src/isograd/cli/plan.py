@@ -16,7 +16,6 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from isograd.cli.subcommands import CommandParser
@@ -49,8 +48,6 @@ def plan(words: list[str]) -> int:
     parser.add_argument("--gpus", type=int, metavar="N", help="devices (default: as many as the config's layout has)")
     parser.add_argument("--machine", default="h100", help="one of 'isograd machine', or a YAML file (default h100)")
     parser.add_argument("--layout", help="predict this one alone")
-    parser.add_argument("--brief", action="store_true", help="one line for the config's own layout: memory and time")
-    parser.add_argument("--measured", metavar="RUN", help="with --brief: the folder of a run, to say what it had")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences of a step, in place of the config's")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many layouts to show (default 10)")
     parser.add_argument(
@@ -72,11 +69,6 @@ def plan(words: list[str]) -> int:
 
     config, work, count = _read(options)
     device = machines.load(options.machine).shared(count)
-    if options.brief and options.gpus is not None and not options.layout:
-        parser.error("--brief is of one layout, the config's own: leave out --gpus, or leave out --brief for a search")
-    if options.brief:
-        print(_brief(config, device, options.measured))
-        return 0
     began = time.monotonic()
     found = _one(work, options.layout, device) if options.layout else _search(work, count, device, options.top)
     wide = terminal.width(140)
@@ -166,45 +158,6 @@ def _read(options: argparse.Namespace) -> tuple[Config, Work, int]:
             expected=f"at most {MOST_LAYERS:,}",
         )  # fmt: skip
     return config, dataclasses.replace(work, batch=options.batch or work.batch), count
-
-
-def _brief(config: Config, device: Machine, folder: str | None) -> str:
-    """Memory and time of the config's own layout in one line. `folder`: of a run with this config, to say what it had.
-
-    Memory is what `isograd train` says before it starts: of the rank that needs most, a bound, with Python and torch.
-    Ranks that share the devices of a machine get a part of one each.
-    """
-    from isograd.plan.step_time import predict
-    from isograd.train.resources import forecast, work_of
-
-    layout = Layout.parse(config.layout)
-    step = predict(work_of(config), layout, device.shared(layout.world_size))
-    between = f"{_short_time(step.low)} to {_short_time(step.high)}"
-    expected = f"{forecast(config).rank_bytes / 1e9:.2f} GB a rank, {_short_time(step.seconds)} a step ({between})"
-    line = f"plan: {layout} on {device.name}: {expected}"
-    if folder is None:
-        return line
-    memory, seconds = _measured(folder)
-    return f"{line}; measured: {memory / 1e9:.2f} GB, {_short_time(seconds)}"
-
-
-def _measured(folder: str) -> tuple[float, float]:
-    """(bytes of the rank that had most, median seconds of a step) of a run, without the first line of its journal."""
-    from isograd.train import journal
-
-    file = Path(folder) / "metrics.jsonl"
-    lines = [line for line in journal.read(file) if "seconds_per_step" in line] if file.exists() else []
-    if not lines:
-        raise PlanError(
-            "IG275", f"{folder} has no measured step", seen="no metrics.jsonl, or no step in it",
-            expected="the folder of a run of 'isograd train'",
-        )  # fmt: skip
-    seconds = median(line["seconds_per_step"] for line in lines[1:] or lines)
-    return max(line["memory_gb"] for line in lines) * 2**30, seconds
-
-
-def _short_time(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
 
 
 def _search(work: Work, count: int, device: Machine, top: int) -> SearchResult:
@@ -371,13 +324,8 @@ def _draw(file: str, first: Candidate, device: Machine) -> None:
             expected=f"at most {DRAWN:,}", fix="--batch with fewer sequences, and --layout",
         )  # fmt: skip
     if not picture.step(first.work, first.layout, device, Path(file)):
-        raise no_matplotlib()
+        raise ConfigError("IG600", "--picture needs matplotlib, which is not installed", fix="pip install matplotlib")
     print(f"{file} written")
-
-
-def no_matplotlib() -> ConfigError:
-    """--picture without its package."""
-    return ConfigError("IG600", "--picture needs matplotlib, which is not installed", fix="pip install matplotlib")
 
 
 def _write(file: str, config: Config, one: Candidate) -> None:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isograd.cli.subcommands import CommandParser
 from isograd.core.layout import Layout
 from isograd.errors import ConfigError, PlanError
-from isograd.io import plots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,9 +44,6 @@ def rehearse(words: list[str]) -> int:
     parser.add_argument(
         "--micro-batches", type=int, metavar="N", help="a shorter step: so many micro-batches of the config's size"
     )
-    parser.add_argument(
-        "--picture", metavar="FILE", help="draw a step's memory of each kind of rank (.png, .svg or .pdf)"
-    )
     options = parser.parse_args(words)
     config, layout = _read(options)
     from isograd.plan.check import check
@@ -61,8 +56,6 @@ def rehearse(words: list[str]) -> int:
     print(table(ranks, layout))
     if model_config(config).experts is not None:
         print("\nexperts: how often they are chosen is not known before the run. Stated: even")
-    if options.picture is not None:
-        _draw(ranks, layout, options.picture)
     findings = check(ranks, layout)
     took = f"{time.monotonic() - began:.0f} s"
     if not findings:
@@ -110,13 +103,6 @@ def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
             "IG600", f"layout {str(layout)!r} needs {layout.world_size} ranks", seen=f"--world {options.world}",
             expected=f"--world {layout.world_size}", fix=f"one of these fits {options.world}: {fits}" if fits else None,
         )  # fmt: skip
-    if options.picture is not None:
-        file = Path(options.picture)
-        if not file.parent.is_dir() or file.is_dir() or file.suffix not in plots.FORMATS:
-            raise PlanError(
-                "IG274", f"--picture: {options.picture!r} cannot be written",
-                expected="a file in a folder that exists, its name ending in .png, .svg or .pdf",
-            )  # fmt: skip
     if options.micro_batches is not None and not 1 <= options.micro_batches <= MOST:
         raise ConfigError(
             "IG600", "--micro-batches must be at least 1", seen=options.micro_batches, expected=f"1 to {MOST:,}"
@@ -169,17 +155,6 @@ def _build(config: Config, layout: Layout, micro_batches: int) -> Build:
         return engine, batch, micro_batches
 
     return build
-
-
-def _draw(ranks: list[RehearsedRank], layout: Layout, path: str) -> None:
-    from isograd.cli.plan import no_matplotlib
-    from isograd.plan import picture
-    from isograd.plan.rehearse import kinds
-
-    top = [max(kind, key=lambda rank: rank.peak.bytes) for kind in kinds(ranks)]
-    if not picture.memory([(rank.where, rank.peak) for rank in top], Path(path), f"{layout!s}: memory over a step"):
-        raise no_matplotlib()
-    print(f"\npicture: {path}")
 
 
 def table(ranks: list[RehearsedRank], layout: Layout) -> str:

@@ -4,6 +4,9 @@
     {"messages": [...], "chosen": {"role": "assistant", ...}, "rejected": [...]}       a conversation, and messages
     {"chosen": [...], "rejected": [...]}                                               two whole conversations
 
+Prompts with one right answer (`answered`) are read in the same way: a line has both, or is a conversation that ends
+with the answer.
+
 Each line of the file (or row, of parquet) becomes two conversations, in which only the answer counts; chats.py renders
 them and building.py makes tokens of them. With `strangers` a third one follows, the prompt with the chosen answer of
 the next pair, from which KTO estimates how far a model has moved. Pairs of one prompt are held out together, as a
@@ -13,7 +16,7 @@ number made of the prompt decides.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isograd.data.building import build
+from isograd.data.chats import conversation
 from isograd.data.files import sha256 as sha256_of
 from isograd.data.files import write_whole, writing
 from isograd.data.mixture import IGNORE, Source
@@ -39,20 +43,34 @@ TEXTS, PROMPTS, BUILT = "conversations.jsonl", "prompts.u64", "tokens"
 Messages = list[dict[str, Any]]
 
 
-def prepare(to: Path, file: Path, tokenizer: str, *, strangers: bool) -> None:
-    """Build the tokens of a file of pairs into a folder. What was built from the same pairs is left as it is."""
+PAIR = (
+    "pair of answers",
+    '{"prompt": ..., "chosen": ..., "rejected": ...}: texts, or messages; or "messages" instead of "prompt"; or two '
+    "whole conversations that begin alike",
+)
+ANSWERED = (
+    "prompt with its right answer",
+    '{"prompt": ..., "answer": ...}: texts, or messages; or a conversation that ends with the right answer',
+)
+
+
+def prepare(
+    to: Path, file: Path, tokenizer: str, lines: Iterable[tuple[list[dict[str, Any]], Any]], answers: int
+) -> None:
+    """Build the tokens of a file into a folder, of whose lines each has so many answers: what `conversations` and
+    `answered` make of it. What was built from the same is left as it is."""
     to.mkdir(parents=True, exist_ok=True)
     kept, prompts, different = to / TEXTS, bytearray(), 0
     with writing(kept), AtomicFile(kept) as texts:
-        for lines, prompt in conversations(file, strangers):
-            different += lines[0] != lines[1]
-            texts.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+        for every, prompt in lines:
+            different += answers == 1 or every[0] != every[1]
+            texts.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in every).encode())
             prompts += blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=8).digest()
         if not different:
             raise DataError(
                 "IG926",
-                seen="in every pair the two answers are equal",
-                expected="answers of which one is better",
+                seen="in every pair the two answers are equal" if answers > 1 else "no line",
+                expected="answers of which one is better" if answers > 1 else ANSWERED[1],
                 path=file,
             )
         if not kept.exists() or sha256_of(kept) != texts.digest():  # the same keeps its date: a build knows it by that
@@ -63,8 +81,7 @@ def prepare(to: Path, file: Path, tokenizer: str, *, strangers: bool) -> None:
     except IsogradError as error:
         name, _, number = (error.where or "").rpartition(", document ")
         if name and number.isdigit():
-            each = 3 if strangers else 2
-            error.where = f"{file}, pair {(int(number) - 1) // each + 1}"
+            error.where = f"{file}, pair {(int(number) - 1) // answers + 1}"
         raise
 
 
@@ -83,6 +100,23 @@ def conversations(file: Path, strangers: bool) -> Iterator[tuple[list[dict[str, 
     yield _written(waiting, first if strangers else None)
 
 
+def answered(file: Path, column: str) -> Iterator[tuple[list[dict[str, Any]], Any]]:
+    """([the prompt with its right answer], what the prompt is) of each line of a file. column: of the answer."""
+    for number, value in values(file):
+        found, right = value, value.get(column) if isinstance(value, dict) else None
+        if isinstance(value, dict) and column not in value:
+            try:
+                messages, tools = conversation(json.dumps(value))
+            except IsogradError as error:
+                error.where = f"{file}, line {number}"
+                raise
+            found, right = {"messages": messages[:-1], "tools": tools}, messages[-1:]
+        right = str(right) if isinstance(right, int | float) else right
+        found = {**found, "chosen": right, "rejected": right} if isinstance(value, dict) else value
+        lines, prompt = _written(_pair(file, number, found, ANSWERED), None)
+        yield lines[:1], prompt
+
+
 def _written(
     pair: tuple[Messages, Any, Messages, Messages], following: tuple[Messages, Any, Messages, Messages] | None
 ) -> tuple[list[dict[str, Any]], Any]:
@@ -92,8 +126,11 @@ def _written(
     return [{"messages": [*prompt, *answer], **more} for answer in answers], [prompt, tools]
 
 
-def _pair(file: Path, number: int, value: Any) -> tuple[Messages, Any, Messages, Messages]:
-    """(prompt, tools, chosen, rejected) of a line, as messages. Of the prompt nothing is learned."""
+def _pair(
+    file: Path, number: int, value: Any, form: tuple[str, str] = PAIR
+) -> tuple[Messages, Any, Messages, Messages]:
+    """(prompt, tools, chosen, rejected) of a line, as messages. Of the prompt nothing is learned. form: what a line
+    is."""
 
     def refused(seen: str) -> DataError:
         return DataError(
@@ -101,9 +138,8 @@ def _pair(file: Path, number: int, value: Any) -> tuple[Messages, Any, Messages,
             seen=seen[:200],
             path=file,
             number=number,
-            kind="pair of answers",
-            expected='{"prompt": ..., "chosen": ..., "rejected": ...}: texts, or messages; or "messages" instead of '
-            '"prompt"; or two whole conversations that begin alike',
+            kind=form[0],
+            expected=form[1],
         )
 
     try:
@@ -153,7 +189,7 @@ class Preferences:
     """What `prepare` has built, `batch` pairs a step."""
 
     def __init__(self, folder: Path, *, length: int, batch: int, seed: int, held_out: float, answers: int) -> None:
-        """answers: conversations of a pair: 2, or 3 with strangers."""
+        """answers: conversations of a pair: 2, or 3 with strangers; 1 of a prompt with its right answer."""
         self.batch, self.seed, self.answers, self.length = batch, seed, answers, length
         self.sources = (Source(folder / BUILT),)
         self._tokens = Tokens(folder / BUILT)

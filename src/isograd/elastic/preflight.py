@@ -1,6 +1,6 @@
 """`isograd check network`: what the machines of a run are to each other, before a run finds out.
 
-All ranks meet in the store where a run of theirs would meet, and say what they are: machine, address, versions, code.
+All ranks meet in the store where a run of theirs would meet, and say what they are: machine, address, versions.
 Every pair then connects over plain TCP, as gloo does, and one of them sends blocks for a moment: one bandwidth for each
 link. Pairs measure in rounds in which no rank has two partners, so that a machine's bandwidth is not shared by more
 pairs than it has ranks; of many ranks, one of each machine measures. At last all of them join a world and sum a number:
@@ -38,7 +38,6 @@ MANY = 32  # ranks, above which one of each machine measures
 BLOCK = b"\0" * (1 << 18)
 SEND_S = 0.25  # how long blocks are sent
 SHOWN = 6
-CODE = (".py", ".yaml", ".yml", ".json")
 _ADDRESS_OF = 0x8915  # Linux: SIOCGIFADDR
 
 
@@ -54,20 +53,19 @@ class RankFacts:
     address: str = ""  # where gloo or NCCL would listen; empty: the interface has none
     port: int = 0  # where this check listens
     versions: dict[str, str] = field(default_factory=dict)
-    code: dict[str, str] = field(default_factory=dict)  # file: hash
 
 
-def own_facts(rank: int, port: int, address: str, paths: Sequence[Path]) -> RankFacts:
+def own_facts(rank: int, port: int, address: str) -> RankFacts:
     """This rank's."""
     backend = "nccl" if raw.device().type == "cuda" else "gloo"
     name = f"{backend.upper()}_SOCKET_IFNAME"
     variable = f"{name}={os.environ[name]}" if name in os.environ else ""
     interface = next((i for i, a in addresses().items() if a == address), "")
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "isograd": __version__}
-    code = hashes(Path(__file__).parents[1], "isograd", (".py",))
-    for path in paths:
-        code |= hashes(path, path.name)
-    return RankFacts(rank, socket.gethostname(), backend, variable, interface, address, port, versions, code)
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    code = sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]  # a clone may have been edited
+    own = f"{__version__} ({code})"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "isograd": own}
+    return RankFacts(rank, socket.gethostname(), backend, variable, interface, address, port, versions)
 
 
 def addresses() -> dict[str, str]:
@@ -104,16 +102,6 @@ def chosen() -> str:
     except OSError:
         return "127.0.0.1"
     return own_name if own_name in here.values() or own_name.startswith("127.") else "127.0.0.1"
-
-
-def hashes(path: Path, name: str, kinds: Sequence[str] = CODE) -> dict[str, str]:
-    """The hash of each file of code below a path, under names that do not depend on where it lies."""
-    files = sorted(f for f in path.rglob("*") if f.suffix in kinds and f.is_file()) if path.is_dir() else [path]
-    found = {}
-    for file in files:
-        place = f"{name}/{file.relative_to(path)}" if path.is_dir() else name
-        found[place] = sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else "not there"
-    return found
 
 
 @dataclass(frozen=True)
@@ -203,12 +191,12 @@ class SharedNotes:
         return found
 
 
-def preflight(paths: Sequence[Path], wait_s: float) -> tuple[Preflight, SharedNotes]:
+def preflight(wait_s: float) -> tuple[Preflight, SharedNotes]:
     """Look at the machines, on all ranks together."""
     notes = _connect_store(wait_s)
     rank, address = notes.rank, chosen()
     listener = LinkListener(address or "127.0.0.1")
-    said = notes.gather("rank", asdict(own_facts(rank, listener.port, address, paths)))
+    said = notes.gather("rank", asdict(own_facts(rank, listener.port, address)))
     absent = [other for other, found in enumerate(said) if found is None]
     if absent:
         raise _absent(f"ranks {absent} of {notes.size}", wait_s, rank)
@@ -323,12 +311,11 @@ def analyze(found: Preflight) -> list[NetworkError]:
             seen=_listed([f"rank {rank}: {why}" for rank, why in found.joined.items()]),
             expected="a world that sums a number", fix="set NCCL_DEBUG=INFO for NCCL; read the first rank's error",
         ))  # fmt: skip
-    for part, code, fix in (("versions", "IG295", "install the same versions"),
-                            ("code", "IG296", "copy the same files to every machine")):  # fmt: skip
-        if seen := _differ(facts, part):
-            differ = "differs" if part == "code" else "differ"
-            what = f"{part} {differ} between ranks"
-            wrong.append(NetworkError(code, what, seen=seen, expected=f"the same {part} on every machine", fix=fix))
+    if seen := _differ(facts):
+        wrong.append(NetworkError(
+            "IG295", "versions differ between ranks", seen=seen, expected="the same versions on every machine",
+            fix="install the same versions",
+        ))  # fmt: skip
     return wrong
 
 
@@ -356,13 +343,13 @@ def _interfaces(facts: Sequence[RankFacts]) -> Iterator[NetworkError]:
             )  # fmt: skip
 
 
-def _differ(facts: Sequence[RankFacts], part: str) -> str:
-    """Of versions or code: which ranks are not as most are, and in what; empty: all are alike."""
-    values: list[dict[str, str]] = [getattr(one, part) for one in facts]
+def _differ(facts: Sequence[RankFacts]) -> str:
+    """Which ranks have not the versions that most have, and of what; empty: all are alike."""
+    values = [one.versions for one in facts]
     usual = Counter(json.dumps(value, sort_keys=True) for value in values).most_common(1)[0][0]
     most: dict[str, str] = json.loads(usual)
     other = [one for one, value in zip(facts, values, strict=True) if value != most]
-    others: dict[str, str] = getattr(other[0], part) if other else most
+    others = other[0].versions if other else most
     names = [name for name in sorted({*most, *others}) if most.get(name) != others.get(name)]
     return _listed([
         f"{name} {others.get(name, 'is missing')} on {_ranks(other)}, {most.get(name, 'missing')} on the others"
@@ -402,10 +389,3 @@ def render(found: Preflight, errors: Sequence[NetworkError]) -> str:
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def to_json(found: Preflight, errors: Sequence[NetworkError]) -> dict[str, Any]:
-    """The same for programs; the code of ranks is left out."""
-    said = [{"code": e.code, "what": e.what, "seen": e.seen, "expected": e.expected, "fix": e.fix} for e in errors]
-    ranks = [{name: value for name, value in asdict(one).items() if name != "code"} for one in found.facts]
-    return {"ranks": ranks, "links": [asdict(link) for link in found.links], "findings": said}

@@ -2,25 +2,27 @@
 
 A run or a checkpoint becomes a Hugging Face folder of this process (hf/export.py). So there is one way to write: a
 model of transformers on one device, with transformers' own cache of keys and values. Several prompts are the rows of a
-batch, filled up on the left; each row has its own positions, draws and end, so an answer is the one that it has alone.
+batch (rows.py); each row has its own positions, draws and end, so an answer is the one that it has alone.
 """
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from isograd.core import rng
+from isograd.core.mesh import Mesh
 from isograd.errors import CheckpointError, ConfigError, IsogradError
-from isograd.generate.sampling import Sampling, draw
+from isograd.generate.rows import drawn_rows, write_rows
+from isograd.generate.sampling import Sampling
 from isograd.generate.text_stream import TextStream
+from isograd.hf.training_rows import LibraryFollowing
 
 TOKENIZER = "tokenizer.json"
 Messages = Sequence[Mapping[str, Any]]
@@ -51,46 +53,19 @@ class Writer:
 
     def tokens(self, prompt: Sequence[int], how: Sampling, sample: int = 0) -> Iterator[int]:
         """What follows the prompt, until the model ends, or `max_new_tokens`. `sample`: another number, other draws."""
-        return (token for (token,) in self.rows([prompt], how, [sample]) if token is not None)
+        rows = self.rows([prompt], how, [sample])
+        return (token for (token,) in rows if token is not None and token not in self.ends)
 
-    @torch.no_grad()
     def rows(
         self, prompts: Sequence[Sequence[int]], how: Sampling, samples: Sequence[int]
     ) -> Iterator[list[int | None]]:
-        """The same of several prompts: at each place a token of each, None for those that have ended."""
+        """The same of several prompts, with the tokens that end them: at each place a token of each, or None."""
         for prompt in prompts:
             if not prompt or len(prompt) >= self.room:
                 raise ConfigError("IG648", seen=f"{len(prompt)} tokens", room=self.room)
-        keys = [rng.key(how.seed, "generate", sample) for sample in samples]
-        limits = [min(how.max_new_tokens, self.room - len(prompt)) for prompt in prompts]
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-        there = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        cache, drawn = None, list[int | None]()
-        kept = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
-        for place in range(max(limits)):
-            filled = {}
-            if len(prompts) > 1:
-                positions = (there.cumsum(1) - 1).clamp(0, self.room - 1)[:, -ids.shape[1] :]
-                filled = {"attention_mask": there, "position_ids": positions}
-            sent = {name: tensor.to(self.model.device) for name, tensor in {"input_ids": ids, **filled}.items()}
-            output = self.model(**sent, **{kept: cache}, use_cache=True)
-            cache, before = getattr(output, kept), drawn
-            drawn = [
-                draw(logits, key, place, how) if place < limit and (not before or before[row] is not None) else None
-                for row, (logits, key, limit) in enumerate(zip(output.logits[:, -1], keys, limits, strict=True))
-            ]
-            drawn = [None if token in self.ends else token for token in drawn]
-            if not any(token is not None for token in drawn):
-                return
-            yield drawn
-            ids = torch.tensor([[token or 0] for token in drawn])
-            there = torch.cat((there, torch.ones(len(prompts), 1, dtype=there.dtype)), 1)
-
-    @property
-    def takes_rows(self) -> bool:
-        """Whether the model can be told where the rows of a batch begin."""
-        return {"attention_mask", "position_ids"} <= inspect.signature(self.model.forward).parameters.keys()
+        mesh = Mesh.unbound("dp1")
+        mesh.device = self.model.device
+        return drawn_rows(partial(LibraryFollowing, self.model), prompts, self.ends, how, samples, self.room, mesh)
 
     def write(self, given: str | Messages, how: Sampling, sample: int = 0) -> Iterator[str]:
         """The same as pieces of text, as soon as each is complete: a character may have several tokens."""
@@ -102,14 +77,10 @@ class Writer:
             yield rest
 
     def write_all(self, given: Sequence[str | Messages], how: Sampling, samples: Sequence[int]) -> list[str]:
-        """The texts of several prompts, made together where the model takes rows."""
-        if not self.takes_rows:
-            return ["".join(self.write(one, how, sample)) for one, sample in zip(given, samples, strict=True)]
-        written: list[list[int]] = [[] for _ in given]
-        for drawn in self.rows([self.prompt_of(one) for one in given], how, samples):
-            for row, token in enumerate(drawn):
-                written[row] += [] if token is None else [token]
-        return [self.decode(tokens) for tokens in written]
+        """The texts of several prompts, made together."""
+        prompts = [self.prompt_of(one) for one in given]
+        written = write_rows(prompts, self.rows(prompts, how, samples))
+        return [self.decode([token for token in tokens if token not in self.ends]) for tokens in written]
 
     def fitted(self, messages: Messages, how: Sampling) -> Messages:
         """The messages without the oldest turns, as far as the answer needs room; a system message stays.

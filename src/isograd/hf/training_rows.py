@@ -84,16 +84,34 @@ def positions(documents: Tensor) -> Tensor:
 def logits_of(model: Any, mesh: Mesh, tokens: Tensor) -> Tensor:
     """[b, s, vocab] of whole rows, on all ranks; not of a model in stages."""
     part = shard({"input_ids": tokens}, mesh)
-    return part.gather_sequence(model(**part.inputs).logits)[:, : tokens.shape[1]]
+    with running(model, None, None):
+        return part.gather_sequence(model(**part.inputs).logits)[:, : tokens.shape[1]]
+
+
+class LibraryFollowing:
+    """The logits behind the tokens that it has been given so far, with the library's own cache of keys and values; of a
+    class that has none, from all of them."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.kept = model, dict[str, Any]()
+        self.given: Tensor | None = None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """[b, vocab], behind further tokens [b, s] of these rows."""
+        self.given = tokens if self.given is None or self.kept else torch.cat((self.given, tokens), 1)
+        with running(self.model, None, None):
+            output = self.model(input_ids=self.given, use_cache=True, **self.kept)
+        self.kept = {name: output[name] for name in ("cache", "past_key_values") if output.get(name) is not None}
+        return output.logits[:, -1]  # type: ignore[no-any-return]
 
 
 @contextmanager
 def running(model: Any, key: Key | None, samples: Tensor | None) -> Iterator[None]:
     """A forward of a micro-batch: its draws are its own, and torch's generators stay as they were. A model in fp64
     computes in fp64 where the library casts to fp32, so that runs in fp64 can be compared."""
-    mesh: Mesh = model._isograd_mesh
     with ExitStack() as stack:
         if key is not None and samples is not None and model.training and model._isograd_draws:
+            mesh: Mesh = model._isograd_mesh
             devices = [] if mesh.device.type == "cpu" else [mesh.device]
             stack.enter_context(torch.random.fork_rng(devices, device_type=mesh.device.type))
             first = int(samples.reshape(-1)[0])

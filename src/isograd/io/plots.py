@@ -1,4 +1,4 @@
-"""Every picture that is drawn with matplotlib (the extra `plot`): curves of runs, heat maps, stacked areas, timelines.
+"""Every picture that is drawn with matplotlib (the extra `plot`): curves of runs, heat maps, timelines.
 
 Each function takes plain data and a file, whose name says the format, and returns False where matplotlib is not
 installed. The file is complete or absent.
@@ -7,7 +7,6 @@ installed. The file is complete or absent.
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -21,7 +20,7 @@ FORMATS = (".png", ".svg", ".pdf")
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#8c564b", "#e377c2", "#bcbd22", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH, DASH, RING = 2.2, 3.0, 3.0  # points, line widths, points
-LETTER = 0.008, 0.0055  # of the width of areas and of a timeline: a letter, written where there is room for it
+LETTER = 0.0055  # of the width of a timeline: a letter, written where there is room for it
 MOST_LABELS = 2000  # of boxes
 
 Points = list[tuple[int, float]]  # (step, value)
@@ -39,7 +38,7 @@ def _figure(rows: int, width: float, height: float) -> tuple[Any, list[Any]] | N
     return figure, list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
 
 
-def _save(figure: Any, to: Path | BytesIO, dpi: int = 120) -> bool:
+def _save(figure: Any, to: Path | BytesIO) -> bool:
     import matplotlib as mpl
 
     with mpl.rc_context({"svg.fonttype": "none"}):
@@ -47,7 +46,7 @@ def _save(figure: Any, to: Path | BytesIO, dpi: int = 120) -> bool:
             figure.savefig(to, format="svg")
             return True
         with atomic.replacing(to) as picture:
-            figure.savefig(picture, dpi=dpi, format=to.suffix.removeprefix("."))
+            figure.savefig(picture, dpi=120, format=to.suffix.removeprefix("."))
     return True
 
 
@@ -155,44 +154,6 @@ def heat_map(steps: Sequence[int], layers: Mapping[str, Sequence[Sequence[float]
     return _save(figure, to)
 
 
-class Area(NamedTuple):
-    """Values of several kinds over one step of a rank, stacked."""
-
-    name: str
-    values: Mapping[str, Sequence[float]]
-    phases: Sequence[tuple[float, str]]  # from where along the step (0 to 1) the program does what
-    line: float  # drawn across
-
-
-def areas(plots: Sequence[Area], to: Path, title: str, colors: Mapping[str, str], shades: Mapping[str, str]) -> bool:
-    """One plot for each rank. shades: the background of a phase, by its first word; "": of any other."""
-    if (made := _figure(len(plots), 10, 1 + 3.2 * len(plots))) is None:
-        return False
-    figure, axes = made
-    largest = max(area.line for area in plots)
-    unit, size = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6)) if largest >= s), ("KB", 1e3))
-    for plot, area in zip(axes, plots, strict=True):
-        top, count = area.line / size, len(next(iter(area.values.values())))
-        scaled = [[value / size for value in area.values[kind]] for kind in colors]
-        where = [i / count for i in range(count)]
-        plot.stackplot(where, scaled, labels=list(colors), colors=list(colors.values()), step="post")
-        ends = [at for at, _ in area.phases[1:]] + [1.0]
-        for (start, phase), end in zip(area.phases, ends, strict=True):
-            plot.axvspan(start, end, color=shades.get(phase.split()[0], shades[""]), zorder=0)
-            letters = int((end - start) / LETTER[0])
-            if letters >= max(map(len, phase.split())):
-                words = textwrap.fill(phase, letters)
-                plot.text((start + end) / 2, 1.12 * top, words, ha="center", va="center", fontsize=8)
-        plot.axhline(top, color="black", linewidth=0.8, linestyle=":")
-        plot.set(xlim=(0, 1), ylim=(0, 1.2 * top), ylabel=unit, xticks=[])
-        plot.set_title(area.name, fontsize=10, loc="left")
-    axes[-1].set_xlabel("the step, by what is allocated and freed")
-    handles, labels = axes[0].get_legend_handles_labels()
-    axes[0].legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
-    figure.suptitle(title)
-    return _save(figure, to, 110)
-
-
 class Box(NamedTuple):
     """A stretch of time of one row of a timeline."""
 
@@ -222,7 +183,7 @@ def timeline(
             spans = [(box.start, box.end - box.start) for box in row if box.kind == kind]
             axes.broken_barh(spans, (place - 0.4, 0.8), facecolors=color, edgecolors="white", linewidth=0.3)
         for box in row if labels else ():
-            if box.label and (box.end - box.start) / end > LETTER[1] * len(box.label):
+            if box.label and (box.end - box.start) / end > LETTER * len(box.label):
                 axes.text((box.start + box.end) / 2, place, box.label, ha="center", va="center", fontsize=7)
     axes.set(xlim=(0, end), ylim=(len(rows) - 0.5, -0.5), xlabel=unit)
     axes.set_yticks(range(len(rows)), list(rows), fontsize=8 if high > 0.2 else 4)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from isograd.errors import ConfigError, did_you_mean
 from isograd.nn.rotary import RotaryScaling
 from isograd.nn.routing import ExpertOptions
+from isograd.pipeline.split import balanced
 
 LARGEST, MOST_LAYERS = 1 << 40, 1 << 16  # beyond any model; a file that says more is damaged or hostile
 MOST_IDS = 1 << 32  # a token's number is stored in four bytes at most
@@ -212,3 +213,15 @@ def preset(name: str) -> TransformerConfig:
     if name not in PRESETS:
         raise ConfigError("IG603", f"no preset {name!r}{did_you_mean(name, PRESETS)}", expected=", ".join(PRESETS))
     return TransformerConfig(**PRESETS[name])
+
+
+def split_by_cost(config: TransformerConfig, stages: int, ranks: int) -> tuple[int, ...]:
+    """A split by the cost of matrix products in blocks and head; looking up an embedding costs almost nothing."""
+    head_dim, kv_heads = config.head_dim or config.hidden // config.heads, config.kv_heads or config.heads
+    attention = config.hidden * head_dim * 2 * (config.heads + kv_heads)
+    experts, costs = config.experts, []
+    for number in range(config.layers):
+        sparse = experts is not None and experts.in_layer(number)
+        inner = experts.per_token * experts.width + experts.shared if experts is not None and sparse else config.mlp
+        costs.append(float(attention + config.hidden * inner * (3 if config.gated else 2)))
+    return balanced(costs, stages, last=float(config.hidden * config.vocab), ranks=ranks)

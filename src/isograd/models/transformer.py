@@ -34,7 +34,7 @@ from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.core.rng import Key
 from isograd.errors import ModelError
-from isograd.models.config import TransformerConfig
+from isograd.models.config import TransformerConfig, split_by_cost
 from isograd.nn import (
     MLP,
     Attention,
@@ -49,8 +49,8 @@ from isograd.nn import (
 )
 from isograd.nn.loss import CHUNK, IGNORE
 from isograd.nn.routing import Remembered
-from isograd.nn.stream import token_ids
-from isograd.pipeline.split import balanced, ranges
+from isograd.nn.stream import Cache, token_ids
+from isograd.pipeline.split import ranges
 from isograd.pipeline.stages import pieces
 from isograd.sequence import TokenLayout, document_starts, gather_whole, refuse_unlike, token_layout_for
 from isograd.sequence.whole import document_bounds
@@ -153,7 +153,7 @@ class Transformer(nn.Module):
         self.config, self.mesh = config, mesh
         layout = mesh.layout
         stages = layout.pp * layout.vpp
-        self.parts = ranges(split or _split(config, stages, layout.pp), stages, config.layers)
+        self.parts = ranges(split or split_by_cost(config, stages, layout.pp), stages, config.layers)
         mine = range(mesh.index("pp"), stages, layout.pp)
         first, last = 0 in mine, stages - 1 in mine
         self.recompute = False
@@ -258,6 +258,7 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         stage: int | None = None,
         passed: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens [b, s] of this dp rank. With labels [b, s]: (mean loss, count); without: logits [b, s, vocab].
 
@@ -266,6 +267,9 @@ class Transformer(nn.Module):
         nothing of the texts before it, and its positions start at 0.
 
         A pipeline calls one `stage` at a time, with the stream that the previous stage `passed` on.
+
+        cache: {} at first, which each call fills: tokens are those behind the ones of the calls before (one, but for
+        the first call), and the result is the last one's logits [b, vocab]. In eval mode, without cp, sp and pp.
         """
         if stage is None and len(self.parts) > 1:
             raise ModelError(
@@ -275,6 +279,10 @@ class Transformer(nn.Module):
                 expected="engine.train_step(batch, micro_batches=k), or engine.evaluate",
                 where=self.mesh.describe_rank(),
             )
+        if cache is not None:
+            assert self.head is not None
+            x, _, _ = self._through(0, None, tokens, None, key=None, samples=None, documents=None, cache=cache)
+            return self.head.logits(x.view(*tokens.shape, -1)[:, -1])
         result: Tensor | tuple[Tensor, Tensor]
         result = self._piece(stage or 0, passed, tokens, labels, key=key, samples=samples, documents=documents)
         return result
@@ -322,11 +330,15 @@ class Transformer(nn.Module):
         key: Key | None,
         samples: Tensor | None,
         documents: Tensor | None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, Stream, dict[str, tuple[Tensor, float, float]]]:
         """Through the blocks of one stage, and of the last one its norm; where tokens lie, and the experts' terms."""
         self._check(tokens, labels, documents, key, samples)
         places, part = token_layout_for(tokens.shape[1], len(tokens), self.mesh), self.mesh.index("cp")
         stream = self._stream(places, tokens, key if self.training else None, samples, documents)
+        if cache is not None:
+            before = next(iter(cache.values()))[0].shape[1] if cache else 0
+            stream = replace(stream, positions=stream.positions + before, cache=cache)
         if stage == 0:
             assert self.embed is not None
             x = self.embed(places.shard(tokens, part).reshape(-1))
@@ -483,15 +495,3 @@ def _refuse_ep_alone(config: TransformerConfig, mesh: Mesh) -> None:
             expected="a config with experts, or a layout without ep",
             where=mesh.describe_rank(),
         )
-
-
-def _split(config: TransformerConfig, stages: int, ranks: int) -> tuple[int, ...]:
-    """A split by the cost of matrix products in blocks and head; looking up an embedding costs almost nothing."""
-    head_dim, kv_heads = config.head_dim or config.hidden // config.heads, config.kv_heads or config.heads
-    attention = config.hidden * head_dim * 2 * (config.heads + kv_heads)
-    experts, costs = config.experts, []
-    for number in range(config.layers):
-        sparse = experts is not None and experts.in_layer(number)
-        inner = experts.per_token * experts.width + experts.shared if experts is not None and sparse else config.mlp
-        costs.append(float(attention + config.hidden * inner * (3 if config.gated else 2)))
-    return balanced(costs, stages, last=float(config.hidden * config.vocab), ranks=ranks)

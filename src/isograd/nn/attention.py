@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd import sequence
@@ -147,6 +148,9 @@ class Attention(nn.Module):
         if self.rotary is not None and angles is not None:
             q, k = self.rotary.turn(q, *angles), self.rotary.turn(k, *angles)
         q, k, v = (t.view(stream.batch, stream.length, *t.shape[1:]) for t in (q, k, v))
+        if stream.cache is not None:
+            before = stream.cache.get(self, (k[:, :0], v[:, :0]))
+            k, v = stream.cache[self] = torch.cat((before[0], k), 1), torch.cat((before[1], v), 1)
         if stream.places is None or stream.places.cp == 1:
             y = self._attend_full(q, k, v, stream)
         else:
@@ -159,7 +163,10 @@ class Attention(nn.Module):
     def _attend_full(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
         """Attention over whole sequences [b, s, heads, d] of the heads `attending` (without cp: all of the rank's)."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if self.dropout and stream.key is not None and stream.ids is not None:
+        if q.shape[2] < k.shape[2]:  # one token behind those of the cache
+            k, v = (t[:, :, -(self.window or t.shape[2]) :] for t in (k, v))
+            y = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+        elif self.dropout and stream.key is not None and stream.ids is not None:
             y = self._with_dropout(q, k, v, stream)
         else:
             y = whole.attention(q, k, v, window=self.window, starts=stream.starts, bounds=stream.bounds)

@@ -41,6 +41,9 @@ def stream_partial_over(mesh: Mesh) -> tuple[str, ...]:
     return ("tp",) if mesh.layout.sp else ()
 
 
+Cache = dict[object, tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class Stream:
     """What layers must know about the tokens in the stream: their shape, positions, documents and ids for dropout."""
@@ -53,6 +56,7 @@ class Stream:
     places: TokenLayout | None = None  # where the sequences' other tokens are; None: all are here
     starts: Tensor | None = None  # [batch, whole length] where each token's document begins; None: one document
     bounds: Tensor | None = None  # of documents, for kernels on cards (sequence/whole.py)
+    cache: Cache | None = None  # keys and values of tokens before these, by attention
     remembered: Remembered | None = None  # of one block: what its forward does again when it is run again
 
     def whole_ids(self) -> Tensor | None:

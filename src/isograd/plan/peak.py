@@ -16,7 +16,6 @@ import numpy as np
 
 from isograd.plan.allocations import KINDS, OPTIMIZER, Allocations
 
-POINTS = 600  # of a picture
 OWNERS = 10
 
 
@@ -30,8 +29,6 @@ class Peak:
     most: dict[str, int]  # the most bytes of each kind in the step, whenever that is
     left: dict[str, int]  # bytes of each kind when the step is over
     owners: tuple[tuple[str, int], ...]  # the ten largest, bytes at the peak
-    areas: dict[str, tuple[int, ...]]  # of each kind, along the step
-    phases: tuple[tuple[float, str], ...]  # where along the step (0 to 1) the program begins to do what
 
 
 Taken = Callable[[int], int]  # the bytes that an allocator takes for a piece of so many
@@ -62,7 +59,6 @@ def peak(allocations: Allocations, began: int, taken: Taken = of_gpu) -> Peak:
         owners[f"{piece.kind}: {piece.owner}"] += int(sizes[number])
     phases = _numbered(allocations.phases, began)
     here = [name for at, name in phases if at <= top][-1]
-    chosen = [int(part[total[part].argmax()]) for part in np.array_split(np.arange(len(total)), POINTS) if len(part)]
     return Peak(
         int(total[top]),
         here,
@@ -70,8 +66,6 @@ def peak(allocations: Allocations, began: int, taken: Taken = of_gpu) -> Peak:
         {kind: int(held_by[row].max()) for row, kind in enumerate(KINDS)},
         {kind: int(sizes[(kinds == row) & (died == allocations.moment)].sum()) for row, kind in enumerate(KINDS)},
         tuple(owners.most_common(OWNERS)),
-        {kind: tuple(held_by[row, chosen].tolist()) for row, kind in enumerate(KINDS)},
-        tuple((at / len(total), name) for at, name in phases),
     )
 
 

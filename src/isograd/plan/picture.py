@@ -1,20 +1,17 @@
-"""Pictures of a plan: a predicted step, rank by rank of a pipeline, and what ranks hold over a rehearsed step.
+"""The picture of a plan: a predicted step, rank by rank of a pipeline.
 
 step(work, layout, machine, Path("step.svg"))
-memory([("rank 0", peak)], Path("memory.png"), "dp8 zero1: memory over a step")
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from isograd.core.layout import Layout
 from isograd.io import plots
-from isograd.io.plots import Area, Box
-from isograd.plan.allocations import KINDS
+from isograd.io.plots import Box
 from isograd.plan.machine import Machine
-from isograd.plan.peak import Peak
 from isograd.plan.step_time import PARTS, StageTimes, timeline
 from isograd.plan.work import Work
 
@@ -23,9 +20,6 @@ COLORS = {
     "dp": "#2b5c9e", "optimizer": "#222222",
 }  # fmt: skip
 WORDS = {"dp": "dp: reduction, gather", "pp": "pp: waits for its sends"}
-OF_MEMORY = dict(zip(KINDS, ("#4c78a8", "#72b7b2", "#54a24b", "#eeca3b", "#f58518", "#e45756", "#bab0ac"), strict=True))
-SHADES = {"forward": "#ffffff", "backward": "#f3f3f3", "": "#e4e9f2"}
-MOST = 8  # plots of memory
 
 
 def spans(work: Work, layout: Layout, machine: Machine) -> list[list[Box]]:
@@ -96,14 +90,3 @@ def _in_words(row: list[Box], end: float) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def memory(ranks: Sequence[tuple[str, Peak]], to: Path, title: str) -> bool:
-    """Stacked areas, one plot for each (name, peak). Along the step stand the moments at which memory is allocated or
-    freed, not time. False without matplotlib."""
-    drawn = []
-    for name, peak in ranks[:MOST]:
-        unit, size = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6)) if peak.bytes >= s), ("KB", 1e3))
-        heading = f"{name}: {peak.bytes / size:.3g} {unit} in {peak.when}"
-        drawn.append(Area(heading, peak.areas, peak.phases, peak.bytes))
-    return plots.areas(drawn, to, title, OF_MEMORY, SHADES)

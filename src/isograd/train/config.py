@@ -18,6 +18,7 @@ from isograd.train.sections import (
     Data,
     Distil,
     Evaluating,
+    Grpo,
     Logging,
     Model,
     Optimizer,
@@ -33,8 +34,6 @@ from isograd.train.sections import (
 if TYPE_CHECKING:
     from isograd.core.layout import Layout
 
-VERSION: Literal[1] = 1  # of the schema
-
 
 def _contradiction(text: str, *fields: str) -> PydanticCustomError:
     """Fields that contradict each other; reading.py says which of them the command line has set."""
@@ -44,12 +43,12 @@ def _contradiction(text: str, *fields: str) -> PydanticCustomError:
 class Config(Section):
     """A whole run."""
 
-    version: Literal[1] = Field(default=VERSION, description="of this schema")
+    version: Literal[1] = Field(default=1, description="of this schema")
     run: str = Field(description="the folder of the run: checkpoints, metrics, pictures")
-    task: Literal["language", "chat", "preference"] = Field(
+    task: Literal["language", "chat", "preference", "grpo"] = Field(
         default="language",
         description="chat: `data` are conversations, of which the assistant's tokens are labels; preference: pairs of "
-        "answers, of which one is preferred",
+        "answers, of which one is preferred; grpo: prompts, to which the model's own answers are rewarded",
     )
     layout: str = Field(default="dp1", description="for example 'dp2 tp2 sp zero1'")
     model: Model
@@ -57,6 +56,7 @@ class Config(Section):
     data: Data | None = Field(default=None, description="tokens for a language model")
     pairs: PairsOf | None = Field(default=None, description="pairs of texts for an encoder, instead of data")
     preference: Preference | None = Field(default=None, description="the loss of task preference; null: dpo")
+    grpo: Grpo | None = Field(default=None, description="answers and rewards of task grpo; null: another task")
     distil: Distil | None = Field(default=None, description="a teacher of tasks language and chat; null: none")
     optimizer: Optimizer
     steps: Positive = Field(description="optimizer steps of the whole run")
@@ -135,11 +135,14 @@ class Config(Section):
         if self.evaluate.every is None and (self.evaluate.patience or self.checkpoint.keep_best):
             name = "evaluate.patience" if self.evaluate.patience else "checkpoint.keep_best"
             raise _contradiction(f"{name} needs evaluate.every", name, "evaluate.every")
-        if self.evaluate.tasks and (layout.pp > 1 or self.data is None or self.task == "preference"):
+        if self.evaluate.tasks and (layout.pp > 1 or self.data is None or self.pads_rows):
             raise _contradiction(
                 "evaluate.tasks are for a language model without pp; isograd evaluate takes its checkpoints",
                 "evaluate.tasks", "layout", "task",
             )  # fmt: skip
+        if self.task == "grpo" and layout.pp > 1:
+            text = "task grpo asks the model, and the model of a pipeline is not called: leave pp out of the layout"
+            raise _contradiction(text, "layout", "task")
         self._survives(layout)
         low, high, warmup = self.optimizer.min_lr, self.optimizer.lr, self.optimizer.warmup
         if low > high:
@@ -152,24 +155,28 @@ class Config(Section):
 
     def _fits_task(self) -> None:
         """What the task is given belongs to it."""
-        rendered, data = self.task in ("chat", "preference"), self.data
+        rendered, data = self.task != "language", self.data
         if self.task == "chat" and (data is None or self.packing == "stream"):
             raise _contradiction("task chat has data, of packing whole or documents", "task", "data.packing")
-        if self.task == "preference" and (data is None or data.packing is not None):
-            raise _contradiction("task preference has data, without packing: rows are padded", "task", "data.packing")
-        if self.task == "preference" and data is not None and len(data.sources) != 1:
-            raise _contradiction("task preference has one source of pairs", "task", "data.sources")
+        if self.pads_rows and (data is None or data.packing is not None):
+            raise _contradiction(f"task {self.task} has data, without packing: rows are padded", "task", "data.packing")
+        if self.pads_rows and data is not None and len(data.sources) != 1:
+            raise _contradiction(f"task {self.task} has one source", "task", "data.sources")
         if self.task != "preference" and self.preference is not None:
             raise _contradiction("preference belongs to task preference", "task", "preference")
-        if self.distil is not None and (data is None or self.task == "preference"):
+        if (self.grpo is not None) != (self.task == "grpo"):
+            raise _contradiction("task grpo has grpo, with the rewards of answers; no other task has", "task", "grpo")
+        if self.grpo is not None and (rest := self.batch % self.grpo.answers):
+            text = f"batch {self.batch} counts answers, {self.grpo.answers} to each prompt: {rest} are left over"
+            raise _contradiction(text, "batch", "grpo.answers")
+        if self.distil is not None and (data is None or self.pads_rows):
             raise _contradiction("distil belongs to tasks language and chat", "task", "distil")
         if not rendered and data is not None and data.tokenizer is not None:
-            raise _contradiction("data.tokenizer belongs to tasks chat and preference", "task", "data.tokenizer")
+            raise _contradiction("data.tokenizer belongs to tasks of conversations", "task", "data.tokenizer")
         builtin = {text.builtin for text in data.sources} if data is not None else set()
         if builtin & ({"stdlib"} if rendered else {"sums", "docstrings"}):
             raise _contradiction(
-                "builtin stdlib is text; builtin sums and docstrings are conversations or pairs for tasks chat and "
-                "preference",
+                "builtin stdlib is text; builtin sums and docstrings are conversations or pairs, not for task language",
                 "task", "data.sources",
             )  # fmt: skip
 
@@ -205,7 +212,8 @@ class Config(Section):
             (self.task == "preference" and layout.pp > 1, "task preference without pp", "layout"),
             (packed and (dora or layout.tp > 1), "adapter.base_bits without dora and tp", "adapter.base_bits"),
             (dora and layout.tp > 1, "dora without tp", "adapter.dora"),
-            (self.preference and self.preference.loss == "reward", "no preference.loss reward", "preference.loss"),
+            (self.scores, "no preference.loss reward", "preference.loss"),
+            (self.grpo and self.grpo.kl and not self.adapter, "an adapter where grpo.kl is above 0", "grpo.kl"),
             (self.distil is not None, "no distil", "distil"),
         ):
             if wrong:
@@ -238,6 +246,16 @@ class Config(Section):
                     f"resilience.layouts: batch {self.batch} cannot be cut over dp {smaller.dp} of {text!r}",
                     "resilience.layouts", "batch",
                 )  # fmt: skip
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether each row is one answer behind its prompt, and nothing is packed."""
+        return self.task in ("preference", "grpo")
+
+    @property
+    def scores(self) -> bool:
+        """Whether a reward model is trained, which writes nothing."""
+        return self.preference is not None and self.preference.loss == "reward"
 
     @property
     def by_transformers(self) -> bool:

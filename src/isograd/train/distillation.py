@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from isograd import losses
-from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
 from isograd.core.mesh import Mesh
 from isograd.data import files
 from isograd.errors import ConfigError, DataError, headline
@@ -26,6 +25,7 @@ from isograd.hf.families import load_hf
 from isograd.models import Transformer, TransformerConfig
 from isograd.sequence import token_layout_for
 from isograd.train.sections import Distil
+from isograd.train.task import of_first_rank
 
 
 class DistilTransformer(Transformer):
@@ -66,9 +66,14 @@ def teacher(options: Distil, config: TransformerConfig, mesh: Mesh, dtype: torch
     """The teacher of a model with this config, with its weights."""
     described = teacher_config(options, config.vocab)
     on = mesh if mesh.layout.pp == 1 else Mesh.unbound("dp1")
-    made = Transformer(described, on, dtype=dtype, device=mesh.device).requires_grad_(False)
-    load_hf(made, options.teacher)
-    return made.eval()
+    return frozen(Transformer(described, on, dtype=dtype, device=mesh.device), options.teacher)
+
+
+def frozen(model: Transformer, folder: str | None) -> Transformer:
+    """A model that another one is compared with, with the weights of a folder, if it has one."""
+    if folder is not None:
+        load_hf(model, folder)
+    return model.requires_grad_(False).eval()
 
 
 def identity(options: Distil, mesh: Mesh) -> str:
@@ -76,12 +81,7 @@ def identity(options: Distil, mesh: Mesh) -> str:
     folder = Path(options.teacher)
 
     def hashed() -> str:
-        if mesh.rank:
-            return ""
         every = [*files.hashes_of_weights(folder), files.sha256(folder / "config.json")]
         return sha256("".join(every).encode()).hexdigest()
 
-    mine = run_or_raise_on_all_ranks(
-        hashed, mesh, DataError, lambda error: DataError("IG904", seen=headline(error), path=folder)
-    )
-    return str(all_gather_object(mine, mesh)[0])
+    return of_first_rank(hashed, mesh, lambda error: DataError("IG904", seen=headline(error), path=folder))

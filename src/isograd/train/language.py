@@ -21,11 +21,13 @@ from isograd.data.preferences import Preferences
 from isograd.engine.evaluation import merge
 from isograd.errors import ConfigError
 from isograd.generate.harness import harness
-from isograd.generate.sampling import Sampling, draw
+from isograd.generate.rows import drawn_rows, write_rows
+from isograd.generate.sampling import Sampling
 from isograd.generate.scoring import Scorer, end_of
 from isograd.generate.writer import tokenizer_in, words_of
 from isograd.hf.configs import load_config
 from isograd.hf.families import HuggingFace
+from isograd.hf.training_rows import LibraryFollowing, logits_of
 from isograd.models import Transformer, TransformerConfig, preset
 from isograd.nn.experts import Experts
 from isograd.nn.float8 import use_float8
@@ -47,7 +49,7 @@ def model_config(config: Config) -> TransformerConfig:
         )  # fmt: skip
     named = load_config(model.path) if model.path else preset(model.preset) if model.preset else None
     base = vars(named) if named else {}
-    score = {"score": True} if config.preference is not None and config.preference.loss == "reward" else {}
+    score = {"score": True} if config.scores else {}
     return TransformerConfig.from_dict({**base, **model.options, **score}, "model")
 
 
@@ -209,17 +211,34 @@ def sample_text(
     decode: Callable[[Sequence[int]], str],
 ) -> str:
     """A prompt [1, n], and at most so many tokens that the model writes after it, until it writes `stop`."""
-    prompt = prompt.to(mesh.device)
-    written = generate(logits_function(model, mesh), prompt, tokens, window)
-    written = written[: written.index(stop) + 1] if stop in written else written
+    given: list[list[int]] = prompt.tolist()
+    rows = drawn_rows(following(model, mesh), given, (stop,), Sampling(tokens), [0], window, mesh)
+    (written,) = write_rows(given, rows)
     return f"{decode(prompt[0].tolist())}▮{decode(written)}"
 
 
 def logits_function(model: nn.Module, mesh: Mesh) -> Callable[[Tensor], Tensor]:
     """From tokens to logits, on all ranks, of a model that has no pipeline."""
-    from isograd.hf.training_rows import logits_of
-
     return model if isinstance(model, Transformer) else partial(logits_of, model, mesh)
+
+
+def following(model: nn.Module, mesh: Mesh) -> Callable[[], Callable[[Tensor], Tensor]]:
+    """What `drawn_rows` asks, on all ranks, of a model that has no pipeline. Keys and values are kept where a rank has
+    whole rows; under cp and sp, and of compiled blocks, the rows go through the model anew."""
+    compiled = any(block._compiled_call_impl is not None for block in model.modules())
+    if compiled or mesh.layout.sp or mesh.size("cp") > 1:
+        return partial(_anew, logits_function(model, mesh))
+    return (lambda: partial(model, cache={})) if isinstance(model, Transformer) else partial(LibraryFollowing, model)
+
+
+def _anew(logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    given: list[Tensor] = []
+
+    def last(tokens: Tensor) -> Tensor:
+        given.append(tokens)
+        return logits(torch.cat(given, 1))[:, -1]
+
+    return last
 
 
 def first_answer(labels: Tensor) -> tuple[int, int]:
@@ -246,13 +265,3 @@ def parameters(c: TransformerConfig) -> int:
             idle = 1 - c.experts.per_token / c.experts.number
             count -= int(idle * sum(p.numel() for p in layer.parameters()))
     return count - (0 if c.tied else c.vocab * c.hidden)
-
-
-@torch.no_grad()
-def generate(model: Callable[[Tensor], Tensor], prompt: Tensor, count: int, window: int) -> list[int]:
-    """Tokens drawn at temperature 0.8, the same on all ranks because each draw is a function of its place."""
-    text = prompt
-    for place in range(count):
-        token = draw(model(text[:, -window:])[0, -1], rng.key(0, "sample"), place, Sampling())
-        text = torch.cat([text, text.new_tensor([[token]])], 1)
-    return [int(token) for token in text[0, prompt.shape[1] :]]

@@ -38,7 +38,8 @@ from isograd.hf.training_rows import (
     takes_rows,
 )
 from isograd.train.config import Config
-from isograd.train.preference_model import PreferenceLoss
+from isograd.train.policy import PolicyLoss
+from isograd.train.preference_model import PreferenceLoss, loss_of
 from isograd.train.sections import Preference
 from isograd.train.task import DTYPES
 
@@ -46,7 +47,7 @@ from isograd.train.task import DTYPES
 def opened(config: Config, mesh: Mesh) -> Any:
     """The model on this mesh, proven, with its adapters, and taking the rows of the run; all ranks call it."""
     library = run_or_raise_on_all_ranks(lambda: _checked(config, mesh), mesh, ModelError, not_loaded)
-    model, prefers = config.model, config.task == "preference"
+    model, prefers = config.model, config.pads_rows
     made: Any = hf.load(
         model.path if model.weights else library, mesh, adapter=_lora(config), dtype=DTYPES[model.dtype],
         seed=model.seed, logits=prefers, base_bits=None if config.adapter is None else config.adapter.base_bits,
@@ -60,7 +61,7 @@ def opened(config: Config, mesh: Mesh) -> Any:
             block.compile()
     takes_rows(made, mesh, PreferenceRows if prefers else TrainingRows)
     if prefers:
-        made.pair_loss = PreferenceLoss(config.preference or Preference(), mesh)
+        made.pair_loss = loss_of(config.grpo or config.preference or Preference(), mesh)
     return made
 
 
@@ -96,9 +97,9 @@ def _blocks(model: Any, library: Any) -> Iterable[nn.Module]:
 def _checked(config: Config, mesh: Mesh) -> Any:
     """The library's config, of a model that the task can train."""
     library = _causal(config, mesh)
-    if config.task != "preference" and config.packing != "stream":
+    if not config.pads_rows and config.packing != "stream":
         refuse_packing(library, mesh)
-    if config.task == "preference" and getattr(text_of(library), "output_router_logits", False):
+    if config.pads_rows and getattr(text_of(library), "output_router_logits", False):
         raise ConfigError(
             "IG643", "the balance loss of experts is not in the loss of pairs",
             seen="output_router_logits true in the folder's config.json", expected="false",
@@ -198,7 +199,7 @@ def identity(config: Config) -> str:
 class PreferenceRows(TrainingRows):
     """In front of a class of transformers: the loss of pairs, from whole logits."""
 
-    pair_loss: PreferenceLoss
+    pair_loss: PreferenceLoss | PolicyLoss
 
     def forward(
         self,
@@ -220,6 +221,8 @@ class PreferenceRows(TrainingRows):
         mine = inputs.pop("shift_labels")
         for name in ("labels", "num_items_in_batch"):
             inputs.pop(name)
+        if reference is not None and reference.dim() == 3:
+            reference = part.cut.places.shard(reference.flatten(0, 1), self._isograd_mesh.index("cp"))
         with running(self, key, samples):
             logits = super().forward(**inputs).logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)

@@ -49,7 +49,7 @@ from isograd.train.tasks import make_task, prepare
 from isograd.train.trackers import trackers
 
 NOT_FINITE = 6
-MAY_CHANGE = "steps", "model", "optimizer", "pairs", "preference", "distil", "ema"  # and are told, when a run resumes
+MAY_CHANGE = "steps", "model", "optimizer", "pairs", "preference", "grpo", "distil", "ema"  # told at a resume
 MOST_SKIPPED = 20  # steps in a row
 
 

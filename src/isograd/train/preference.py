@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
-from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
+from isograd.comm.consensus import run_or_raise_on_all_ranks
 from isograd.core import rng
 from isograd.core.mesh import Mesh
 from isograd.data import files, read_tokenizer
@@ -48,7 +48,7 @@ from isograd.train.language import (
     vocabulary,
 )
 from isograd.train.preference_model import PreferenceTransformer
-from isograd.train.task import Evaluated, ProgressCallback, engine_of, rows_of
+from isograd.train.task import Evaluated, ProgressCallback, engine_of, of_first_rank, rows_of
 
 LINE = 1024  # bytes of the first line at most
 BOTH, STRANGER = range(2), range(2, 3)  # the answers of a pair
@@ -60,21 +60,8 @@ class PreferenceTask:
     unit = "pairs"
 
     def __init__(self, config: configs.Config, mesh: Mesh, beat: ProgressCallback) -> None:
-        assert config.data is not None
-        self.config, self.mesh, self.seed = config, mesh, config.data.seed
         self.options = config.preference or sections.Preference()
-        self.data = texts.pairs(config)
-        notice = [said for said in (self.data.left_out, self.data.as_text) if said]
-        if not self.data.held and texts.wants_evaluation(config):
-            notice.append("no evaluation: no pair is held out (data.held_out)")
-        self.per_step = config.batch
-        self.decode = read_tokenizer(self.data) if config.log.sample else None
-        refuse_vocabulary(self.data, vocabulary(config))
-        self.fingerprint, self.starts_from = self.data.fingerprint, ""
-        self.flops = 2 * self.data.mean_length * flops_of_run(config, round(self.data.mean_length))
-        self.model, weights = build_model(config, mesh, partial(PreferenceTransformer, options=self.options))
-        self.notice = "; ".join(notice + use_switches(config, self.model, mesh))
-        self.engine = engine_of(config, self.model, mesh, weights)
+        self._open(config, mesh, self.options)
         self.reference: Tensor | None = None  # [pairs, answers], of the pairs by number; NaN for those left out
         if self.options.loss in ("dpo", "ipo", "kto"):
             self.starts_from, self.reference = read_or_compute(
@@ -84,6 +71,23 @@ class PreferenceTask:
                 mesh,
                 lambda: self._made(beat),
             )
+
+    def _open(self, config: configs.Config, mesh: Mesh, options: sections.Preference | sections.Grpo) -> None:
+        """The data, the model with the loss of these options, and its engine."""
+        assert config.data is not None
+        self.config, self.mesh, self.seed = config, mesh, config.data.seed
+        self.data = texts.pairs(config)
+        notice = [said for said in (self.data.left_out, self.data.as_text) if said]
+        if not self.data.held and texts.wants_evaluation(config):
+            notice.append("no evaluation: no pair is held out (data.held_out)")
+        self.per_step = config.batch
+        self.decode = read_tokenizer(self.data) if config.log.sample else None
+        refuse_vocabulary(self.data, vocabulary(config))
+        self.fingerprint, self.starts_from = self.data.fingerprint, ""
+        self.flops = 2 * self.data.mean_length * flops_of_run(config, round(self.data.mean_length))
+        self.model, weights = build_model(config, mesh, partial(PreferenceTransformer, options=options))
+        self.notice = "; ".join(notice + use_switches(config, self.model, mesh))
+        self.engine = engine_of(config, self.model, mesh, weights)
 
     def _made(self, beat: ProgressCallback) -> Tensor:
         """The log probabilities of all pairs that fit, by the model as it is, without its adapters."""
@@ -173,13 +177,13 @@ class PreferenceTask:
 
     def finish(self, sample: int) -> str | None:
         """What the model answers to the first prompt that was held out."""
-        if not sample or self.options.loss == "reward":
+        if not sample or self.config.scores:
             return None
         if self.mesh.layout.pp > 1:
             return "no sample: the model of a pipeline is not called; 'isograd ckpt convert' makes one that is"
         assert self.decode is not None
         assert self.config.data is not None
-        row = self.data.rows((self.data.held or self.data.train)[:1], range(1), BOTH)
+        row = self.data.rows((self.data.held or self.data.train)[:1], range(1), range(1))
         start, stop = first_answer(row["labels"][0, 0])
         self.model.eval()
         text = sample_text(
@@ -209,9 +213,7 @@ def read_or_compute(
 ) -> tuple[str, Tensor]:
     """(key, the numbers of the file) on every rank; where the file is not there, `make` runs on all ranks and the first
     writes it."""
-    world, first = mesh.group("world"), mesh.rank == 0
-    mine = run_or_raise_on_all_ranks(lambda: key() if first else "", mesh, DataError, _unwritten)
-    name: str = all_gather_object(mine, mesh)[0]
+    world, first, name = mesh.group("world"), mesh.rank == 0, of_first_rank(key, mesh, unwritten)
     kept = _read(file, name, shape) if first else None
     if raw.all_max(torch.tensor([float(kept is not None)], device=mesh.device), world).item():
         found = torch.zeros(shape, dtype=torch.float64) if kept is None else kept
@@ -224,7 +226,7 @@ def read_or_compute(
             line = json.dumps({"key": name, "shape": shape, "sha256": sha256(data).hexdigest()})
             files.write_whole(file, line.encode() + b"\n" + data)
 
-    run_or_raise_on_all_ranks(write, mesh, DataError, _unwritten)
+    run_or_raise_on_all_ranks(write, mesh, DataError, unwritten)
     return name, made
 
 
@@ -242,7 +244,7 @@ def _read(file: Path, key: str, shape: tuple[int, int]) -> Tensor | None:
     return torch.from_numpy(np.frombuffer(data, "<f8").astype(np.float64).reshape(shape))
 
 
-def _unwritten(error: Exception) -> DataError:
+def unwritten(error: Exception) -> DataError:
     return DataError(
         "IG918", "references could not be written", seen=headline(error), expected="a run's folder with enough space",
         fix="make room or fix permissions; the same command then computes them again",

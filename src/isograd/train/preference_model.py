@@ -23,8 +23,10 @@ from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.core.rng import Key
 from isograd.models import Transformer, TransformerConfig
+from isograd.nn.stream import Cache
 from isograd.sequence import token_layout_for
-from isograd.train.sections import Preference
+from isograd.train.policy import PolicyLoss
+from isograd.train.sections import Grpo, Preference
 
 
 class PreferenceLoss:
@@ -130,12 +132,17 @@ class PreferenceLoss:
         return found
 
 
+def loss_of(options: Preference | Grpo, mesh: Mesh) -> PreferenceLoss | PolicyLoss:
+    """Of pairs of answers, or of answers that the model has drawn."""
+    return PolicyLoss(options, mesh) if isinstance(options, Grpo) else PreferenceLoss(options, mesh)
+
+
 class PreferenceTransformer(Transformer):
     """The Transformer with a loss of pairs; of tokens [rows, length] it is the Transformer."""
 
-    def __init__(self, config: TransformerConfig, mesh: Mesh, options: Preference, **more: Any) -> None:
+    def __init__(self, config: TransformerConfig, mesh: Mesh, options: Preference | Grpo, **more: Any) -> None:
         super().__init__(config, mesh, **more)
-        self.pair_loss = PreferenceLoss(options, mesh, self.ignore_index)
+        self.pair_loss = loss_of(options, mesh)
 
     def forward(
         self,
@@ -149,13 +156,15 @@ class PreferenceTransformer(Transformer):
         passed: Tensor | None = None,
         key: Key | None = None,
         documents: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Any:
-        """reference [pairs, answers]: log probabilities of the answers; baseline [pairs]: KTO's, the same for all.
+        """reference [pairs, answers]: log probabilities of the answers, or [rows, 1, length] of their tokens; baseline
+        [pairs]: KTO's, the same for all.
 
         A pair without labels in one of its answers is not counted: it fills up the last batch of an evaluation.
         """
         if tokens.dim() == 2 or labels is None or (stage is None and len(self.parts) > 1):
-            given: dict[str, Any] = {"documents": documents, "key": key, "samples": samples}
+            given: dict[str, Any] = {"documents": documents, "key": key, "samples": samples, "cache": cache}
             return super().forward(tokens, labels, stage=stage, passed=passed, **given)  # type: ignore[call-overload]
         _, answers, _ = tokens.shape
         if samples is not None:  # ids of pairs; dropout draws for each answer
@@ -177,6 +186,8 @@ class PreferenceTransformer(Transformer):
             logp = self.head.log_probabilities(x, mine, self.loss_chunk).view(len(rows), -1)
             mask = (mine != self.ignore_index).view(len(rows), -1)
         terms = experts if self._has_terms else {}
+        if reference is not None and reference.dim() == 3:
+            reference = stream.places.shard(reference.flatten(0, 1), self.mesh.index("cp"))
         return self.pair_loss.of(logp, mask, labels, reference, baseline, training=self.training, experts=terms)
 
     def term_weights(

@@ -21,7 +21,7 @@ from isograd.errors import ConfigError, did_you_mean
 from isograd.io import hub, yaml_reader
 from isograd.io.untrusted import CONFIG, FileError, read_text
 from isograd.io.yaml_reader import Place
-from isograd.train.config import VERSION, Config
+from isograd.train.config import Config
 
 COMMAND_LINE = "command line"  # the origin of a value that an option sets
 
@@ -44,7 +44,7 @@ def load(path: str | Path, options: Sequence[str] = (), others: Sequence[str] = 
     values, origins = _read(Path(path))
     typed: dict[str, str] = {}
     problems = _put(values, origins, options, typed)
-    config = checked(of_this_version(values, str(path)), str(path), origins, problems, others, typed)
+    config = checked(values, str(path), origins, problems, others, typed)
     return LoadedConfig(config, origins)
 
 
@@ -182,17 +182,6 @@ def _set(values: Any, place: Place, value: Any) -> None:
         raise ValueError(f"{place[-1]!r} is inside a plain value")
 
 
-def of_this_version(values: dict[str, Any], origin: str) -> dict[str, Any]:
-    """The same config in today's schema."""
-    version = values.get("version", VERSION)
-    if not isinstance(version, int) or isinstance(version, bool) or version > VERSION or version < 1:
-        raise ConfigError(
-            "IG634", f"{origin} has a schema version that this isograd does not know", seen=version,
-            expected=f"1 to {VERSION}", fix="update isograd, or set 'version' to what the file was written for",
-        )  # fmt: skip
-    return {**values, "version": version}
-
-
 def dotted(place: Place) -> str:
     """('optimizer', 'lr') -> 'optimizer.lr'."""
     return ".".join(map(str, place))
@@ -320,7 +309,7 @@ def changed(before: object, now: Config) -> list[str]:
     """Which options decide a run's samples, and differ from those of the run that was saved."""
     if not isinstance(before, dict):
         return []
-    found = differing(before, now, ("data", "pairs", "preference", "batch"))
+    found = differing(before, now, ("data", "pairs", "preference", "grpo", "batch"))
     return found or ["the options are the same: what the files hold has changed"]
 
 

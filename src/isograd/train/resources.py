@@ -27,7 +27,7 @@ from isograd.core.mesh import Mesh
 from isograd.hf.configs import load_config
 from isograd.hf.quantized import BYTES
 from isograd.io.safetensors_reader import SafetensorsReader
-from isograd.models import Transformer
+from isograd.models import Transformer, TransformerConfig
 from isograd.plan.memory import Memory, of_stage, states
 from isograd.plan.work import Work, params_on_rank
 from isograd.train.config import Config
@@ -137,13 +137,15 @@ def forecast(config: Config) -> Forecast:
     count = int(params_on_rank(work, Layout(), 0).all)
     stages = [of_stage(work, layout, index) for index in range(layout.pp)]
     if config.distil is not None:
-        stages[-1] = _with_teacher(stages[-1], config.distil.teacher, work, layout)
+        stages[-1] = _with_frozen(stages[-1], load_config(config.distil.teacher), work, layout)
+    if config.grpo is not None and config.grpo.kl:
+        stages[-1] = _with_frozen(stages[-1], work.model, work, layout)
     return Forecast(stages, count, count)
 
 
-def _with_teacher(stage: Memory, folder: str, work: Work, layout: Layout) -> Memory:
-    """The last stage with a teacher, cut as the model is or, under pp, whole; and all logits of both."""
-    taught_by = replace(work, model=load_config(folder))
+def _with_frozen(stage: Memory, model: TransformerConfig, work: Work, layout: Layout) -> Memory:
+    """The last stage with a second model, cut as the first is or, under pp, whole; and all logits of both."""
+    taught_by = replace(work, model=model)
     weights = params_on_rank(taught_by, layout if layout.pp == 1 else Layout(), 0).all * work.size
     logits = work.tokens(layout) * work.model.vocab * 2 * (work.size + 3 * work.sum_bytes)
     return replace(stage, parameters=stage.parameters + weights, activations=stage.activations + logits)
@@ -187,7 +189,7 @@ def _library(config: Config, layout: Layout) -> Forecast:
     tokens = -(-rows // config.micro_batches) * config.data.length / layout.cp
     blocks_here = 2 if config.model.recompute else found.layers / layout.pp + 1
     block = tokens * (12 * found.hidden + 3 * found.mlp) * size / layout.tp
-    logits = tokens * found.vocab * (size + 8) / (1 if config.task == "preference" else layout.tp)
+    logits = tokens * found.vocab * (size + 8) / (1 if config.pads_rows else layout.tp)
     saved = flight * blocks_here * block + logits
     stage = Memory(kept[0] + fixed * size + packed / cut * BYTES[bits or 8], kept[1], kept[2], saved)
     return Forecast([stage] * layout.pp, found.parameters, found.trained)

@@ -5,6 +5,7 @@ Every field has a meaning in one line; `isograd config schema` prints them for e
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -205,6 +206,52 @@ class Preference(Section):
     def strength(self) -> float:
         """beta, or what stands for null."""
         return self.beta or {"simpo": 2.0, "reward": 1.0}.get(self.loss, 0.1)
+
+
+class Reward(Section):
+    """One of `grpo.rewards`: a number for each answer. Those of an answer are added up."""
+
+    kind: Literal["equal", "contains", "number", "pattern", "length", "model"] = Field(
+        description="1 if the answer is the right one, contains it, or has its last number as its own; pattern: 1 if "
+        "`pattern` is found in it; length: the share of `grpo.tokens` that is left; model: the score of `path`"
+    )
+    weight: float = Field(default=1.0, description="by which the number is multiplied")
+    pattern: str | None = Field(default=None, description="of kind pattern: a regular expression")
+    path: str | None = Field(default=None, description="of kind model: a folder with a reward model of transformers")
+
+    @model_validator(mode="after")
+    def _belongs(self) -> Reward:
+        for name, kind in (("pattern", "pattern"), ("path", "model")):
+            if (getattr(self, name) is None) == (self.kind == kind):
+                raise ValueError(f"{name} belongs to the kind {kind}, and the kind is {self.kind}")
+        try:
+            re.compile(self.pattern or "")
+        except re.error as error:
+            raise ValueError(f"pattern is no regular expression: {error}") from error
+        return self
+
+
+class Grpo(Section):
+    """`grpo`: how many answers task grpo draws from the model, and what each of them is worth."""
+
+    rewards: list[Reward] = Field(min_length=1, description="what an answer is worth, added up")
+    answers: Annotated[int, Field(ge=2)] = Field(
+        default=8, description="to a prompt; `batch` counts answers, so a step has batch / answers prompts"
+    )
+    tokens: Positive = Field(default=256, description="of an answer at most")
+    column: str = Field(
+        default="answer",
+        description="under which a line has the right answer; where it is not, the last message of the line is that",
+    )
+    mean: Literal["answers", "tokens", "length"] = Field(
+        default="answers",
+        description="of the loss: over answers, of the mean over the tokens of each; over all tokens (DAPO); over "
+        "answers, of the sum over tokens / `tokens` (Dr. GRPO)",
+    )
+    scale: bool = Field(default=True, description="rewards of a prompt are divided by their standard deviation")
+    kl: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="weight of the divergence from the model as it is before the first step (k3)"
+    )
 
 
 class Distil(Section):

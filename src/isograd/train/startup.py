@@ -25,6 +25,7 @@ from isograd.checkpoint.folder import checkpoints
 from isograd.checkpoint.read import open_whole
 from isograd.comm.launch import World
 from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.data import read_tokenizer
 from isograd.errors import ConfigError
 from isograd.generate import harness
@@ -37,6 +38,7 @@ from isograd.train.journal import human
 from isograd.train.loop import RunOptions, RunOutcome, run
 from isograd.train.optimizers import class_of
 from isograd.train.resources import PER_CORE, PROGRAM, Forecast, LocalMachine, forecast
+from isograd.train.rewards import refuse_reward_model
 from isograd.train.tasks import prepare
 
 
@@ -121,6 +123,9 @@ def refuse_early(config: Config, resume: str) -> None:
     class_of(config.optimizer.name)
     if config.distil is not None:
         teacher_config(config.distil, language.vocabulary(config))
+    for reward in config.grpo.rewards if config.grpo is not None else ():
+        if reward.path is not None:
+            refuse_reward_model(reward.path, language.vocabulary(config), Mesh.unbound("dp1"))
     if config.evaluate.tasks:
         harness.need()
     run_folder.make_folder(config.folder)
@@ -201,9 +206,9 @@ def _parameters(needs: Forecast) -> str:
 def _batch(config: Config) -> str:
     if config.data is None:
         return f"{config.batch} pairs a step, {config.steps} steps"
-    if config.task == "preference":
-        most = config.data.length
-        return f"{config.batch} pairs of answers of at most {most} tokens a step, {config.steps} steps"
+    if config.pads_rows:
+        what = "pairs of answers" if config.grpo is None else f"answers ({config.grpo.answers} to a prompt)"
+        return f"{config.batch} {what} of at most {config.data.length} tokens a step, {config.steps} steps"
     tokens = human(config.batch * config.data.length)
     cut = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
     return f"{config.batch} sequences x {config.data.length} tokens = {tokens} tokens a step{cut}, {config.steps} steps"
@@ -217,7 +222,7 @@ def _data(config: Config) -> str:
         "stdlib": "Python's standard library", "sums": "built-in sums", "docstrings": "Python's docstrings", None: "",
     }  # fmt: skip
     found = ", ".join(source.path or names[source.builtin] for source in config.data.sources)
-    kind = {"chat": "conversations: ", "preference": "pairs of answers: ", "language": ""}[config.task]
+    kind = {"chat": "conversations: ", "preference": "pairs of answers: ", "grpo": "prompts: "}.get(config.task, "")
     return kind + found
 
 

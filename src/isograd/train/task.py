@@ -11,9 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
 from isograd.core import rng
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, WeightAverage
+from isograd.errors import DataError
 from isograd.io.safetensors_reader import Weights
 from isograd.train.config import Config
 from isograd.train.optimizers import ELEMENTWISE, MATRICES, factory
@@ -86,6 +88,12 @@ def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | N
     if config.ema is not None:
         WeightAverage(engine, config.ema)
     return engine
+
+
+def of_first_rank(make: Callable[[], str], mesh: Mesh, spelled: Callable[[Exception], DataError]) -> str:
+    """What the first rank finds in files, on every rank; `spelled`: the error where it cannot."""
+    mine = run_or_raise_on_all_ranks(lambda: make() if mesh.rank == 0 else "", mesh, DataError, spelled)
+    return str(all_gather_object(mine, mesh)[0])
 
 
 def rows_of(config: Config, mesh: Mesh) -> range:

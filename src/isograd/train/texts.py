@@ -2,7 +2,7 @@
 
 What is not built yet is built into the run's own folder, by one process, before the ranks read it: token shards of a
 built-in text in `data`, those of source number 0, 1, ... of task chat in `data/0`, `data/1`, ..., and the pairs of task
-preference in `data`.
+preference, or the prompts of task grpo, in `data`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ def _is_built(path: Path) -> bool:
 def prepare(config: Config) -> None:
     """Build what is not there yet. One process does."""
     assert config.data is not None
-    if config.task == "preference":
+    if config.pads_rows:
         (source,) = config.data.sources
-        file = _made(config, source, "pairs") if source.builtin else Path(str(source.path))
-        preferences.prepare(config.folder / "data", file, str(tokenizer(config)), strangers=_strangers(config))
+        what: Literal["conversations", "pairs"] = "pairs" if config.grpo is None else "conversations"
+        file = _made(config, source, what) if source.builtin else Path(str(source.path))
+        answers = _answers(config)
+        lines = preferences.conversations(file, answers == 3)
+        lines = lines if config.grpo is None else preferences.answered(file, config.grpo.column)
+        preferences.prepare(config.folder / "data", file, str(tokenizer(config)), lines, answers)
         return
     for number, text in enumerate(config.data.sources):
         to = place(config, number, text)
@@ -69,16 +73,20 @@ def tokenizer(config: Config) -> Path:
     return Path(named)
 
 
-def _strangers(config: Config) -> bool:
-    return config.preference is not None and config.preference.loss == "kto"
+def _answers(config: Config) -> int:
+    """How many a line of the file has: of grpo the right one, of KTO those of a pair and a stranger."""
+    if config.grpo is not None:
+        return 1
+    return 3 if config.preference is not None and config.preference.loss == "kto" else 2
 
 
 def pairs(config: Config) -> Preferences:
-    """The pairs of task preference, which `prepare` has built."""
+    """The pairs of task preference, and the prompts of task grpo, which `prepare` has built."""
     assert config.data is not None
+    each = 1 if config.grpo is None else config.grpo.answers
     return Preferences(
-        config.folder / "data", length=config.data.length, batch=config.batch, seed=config.data.seed,
-        held_out=config.data.held_out, answers=3 if _strangers(config) else 2,
+        config.folder / "data", length=config.data.length, batch=config.batch // each, seed=config.data.seed,
+        held_out=config.data.held_out, answers=_answers(config),
     )  # fmt: skip
 
 
@@ -89,7 +97,7 @@ def wants_evaluation(config: Config) -> bool:
     if config.pairs is not None:
         return config.pairs.held_out > 0
     assert config.data is not None
-    if config.task == "preference":
+    if config.pads_rows:
         return config.data.held_out > 0
     if config.task != "chat":  # what is held out was said when the folder was built, perhaps by somebody else
         return True
@@ -99,7 +107,7 @@ def wants_evaluation(config: Config) -> bool:
 
 def trained(config: Config) -> Mixture | Preferences:
     """What a run trains on."""
-    if config.task == "preference":
+    if config.pads_rows:
         return pairs(config)
     found = mixture(config, "train")
     assert found is not None
@@ -124,7 +132,7 @@ def mixture(config: Config, split: str) -> Mixture | None:
 def is_ready(config: Config) -> bool:
     """Whether nothing is to be built when the run starts."""
     assert config.data is not None
-    if config.task == "preference":
+    if config.pads_rows:
         return (config.folder / "data" / preferences.BUILT / manifest.NAME).exists()
     given = [text for text in config.data.sources if text.path and config.task != "chat"]
     made = [place(config, number, text) for number, text in enumerate(config.data.sources) if text not in given]

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import isograd as ig
 from isograd.core.mesh import Mesh
 from isograd.errors import ContrastiveError
-from isograd.integrations.contrastive.grad_cache import GradCache, cached, cat_input_tensor, gather_input_tensor
 from isograd.integrations.contrastive.open_clip import ClipLoss
 from isograd.integrations.contrastive.sentence_transformers import CachedInfoNCE
 from tests.losses.contrastive.toys import DIM, sgd
@@ -141,19 +140,7 @@ def test_clip_loss_in_another_world_than_it_was_told_of_is_refused() -> None:
         ClipLoss(rank=1, world_size=2)
 
 
-# -- GradCache
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(6)
-        self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.0), nn.Tanh(), nn.Linear(8, DIM))
-        self.scale = nn.Parameter(torch.tensor(3.0))
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)  # type: ignore[no-any-return]
+# -- sentence-transformers
 
 
 def counted_hook(state: list[int], bucket: Any) -> Any:  # DDP refuses annotations that are strings
@@ -166,69 +153,14 @@ def counted_hook(state: list[int], bucket: Any) -> Any:  # DDP refuses annotatio
 counted_hook.__annotations__ = {}
 
 
-def grad_cache_runs() -> dict[str, dict[str, Tensor]]:
-    mesh, found = Mesh("dp2"), {}
-    x, y = (rows(mesh.rank, UNEVEN, column) for column in (0, 1))
-
-    def loss(queries: Tensor, documents: Tensor, scale: Tensor | float = 3.0) -> Tensor:
-        return gather_input_tensor(info_nce)(queries, documents=documents, scale=scale)
-
-    tower, reductions = Tower(), []
-    tower.scale.requires_grad_(False)
-    averaged = DistributedDataParallel(tower)
-    averaged.register_comm_hook(reductions, counted_hook)
-    for _ in range(2):  # DDP lays out its buckets anew after the first step
-        averaged.zero_grad()
-        reductions.clear()
-        GradCache([averaged, averaged], 2, loss)(x, y, no_sync_except_last=True)
-    found["DDP"] = gradients(averaged) | {"reductions": torch.tensor(len(reductions))}
-
-    model = Tower()
-    engine = ig.Engine(model, Mesh("dp2 zero1"), sgd)
-    GradCache([model, model], [2, 3], loss, engine=engine)(x, y)
-    found["dp2 zero1"] = dict(engine.grads())
-
-    model = Tower()
-    engine = ig.Engine(model, mesh, sgd)
-    encode = cached(model, engine=engine)
-    with engine.backward_context():
-        (q, back_q), parts = encode(x), [encode(part) for part in y.split(2)]
-        whole = cat_input_tensor(loss)(q, documents=[leaf for leaf, _ in parts], scale=model.scale)
-        engine.step_state.backward_loss(whole, len(x), last=False)
-        back_q(q)
-        for leaf, back in parts:
-            back(leaf)
-    found["decorators"] = dict(engine.grads())
-    return found
-
-
-def test_the_grad_cache_class_and_decorators_give_the_whole_gradient_in_one_reduction(worlds) -> None:
-    model = Tower()
-    info_nce(model(joined(rows, UNEVEN, 0)), model(joined(rows, UNEVEN, 1)), model.scale).backward()
-    true = gradients(model)
-    layers = {n: g for n, g in true.items() if n != "scale"}
-    for found in worlds(2).run(grad_cache_runs):
-        assert int(found["DDP"].pop("reductions")) == 1
-        assert_right(found["DDP"], layers, "DDP")
-        assert_right(found["dp2 zero1"], layers, "engine")
-        assert_right(found["decorators"], true, "decorators")
-
-
 def test_a_replay_that_draws_otherwise_is_refused() -> None:
-    model = Tower()
-    model.layers[1] = nn.Dropout(0.5)
-    draws = iter((0.5, 0.9))
-
-    def encode(x: Tensor) -> Tensor:
-        return model(x) * next(draws)
-
-    leaf, back = cached(encode)(rows(0, EVEN, 0))
-    leaf.sum().backward()
+    model, draws = Sentences(), iter((1.0, 1.0, 0.9))
+    model.register_forward_hook(
+        lambda _, __, found: found | {"sentence_embedding": found["sentence_embedding"] * next(draws)}
+    )
+    loss = CachedInfoNCE(model, 5.0)([sentences(0, EVEN, column) for column in (0, 1)])
     with pytest.raises(ContrastiveError, match="IG965"):
-        back(leaf)
-
-
-# -- sentence-transformers
+        loss.backward()
 
 
 def sentence_runs() -> dict[str, dict[str, Tensor]]:

@@ -1,1 +1,1 @@
-"""The names people know from GradCache, OpenCLIP and sentence-transformers, in front of isograd's gradient."""
+"""The names people know from OpenCLIP and sentence-transformers, in front of isograd's gradient."""

@@ -21,7 +21,7 @@ mean of my rows, for engine.backward(loss, weight=rows).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,13 +29,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd.comm import raw
+from isograd.comm.fingerprint import fingerprint
 from isograd.comm.raw import Group
 from isograd.engine import Engine
-from isograd.integrations.contrastive.grad_cache import ChunkReplay, no_sync
+from isograd.errors import ContrastiveError
 from isograd.integrations.contrastive.ranking import Scoring, option
 from isograd.integrations.contrastive.world import count_pairs, world_group
-from isograd.losses.contrastive.chunks import cut, rows_of, upcast
+from isograd.losses.contrastive.chunks import cut, one_kernel, random_state, rows_of, set_random_state, upcast
 from isograd.losses.contrastive.tiles import pair_losses
+
+
+class ChunkReplay:
+    """The vectors of a chunk: made once without a graph, and again with one by `backward`."""
+
+    def __init__(self, encode: Callable[[], Tensor], device: torch.device) -> None:
+        self.encode, self.device, self.state = encode, device, random_state(device)
+        with torch.no_grad(), one_kernel():
+            self.made = encode().detach()
+        self.print = int(fingerprint(self.made))
+
+    def backward(self, gradient: Tensor, engine: Engine | None) -> None:
+        """Encode again from the same random state, check the bits, and go backward from the vectors' gradient."""
+        after = random_state(self.device)
+        set_random_state(self.state, self.device)
+        torch.clear_autocast_cache()
+        with torch.enable_grad(), one_kernel():
+            again = self.encode()
+        set_random_state(after, self.device)
+        if int(fingerprint(again)) != self.print:
+            raise ContrastiveError("IG965", seen="other bits")
+        gradient = gradient.to(again.dtype)
+        if again.requires_grad and engine is not None:
+            engine.step_state.run_backward([again], [gradient], last=False)
+        elif again.requires_grad:
+            again.backward(gradient)
 
 
 class CachedInfoNCE(nn.Module):
@@ -100,7 +127,7 @@ class CachedInfoNCE(nn.Module):
         """Columns: anchors, positives, negatives, ... `labels` are ignored: row i's positive is positive i."""
         learns = torch.is_grad_enabled()
         towers = [self._represent(features) for features in sentence_features]
-        vectors = [[upcast(replay.made[0]).detach().requires_grad_(learns) for replay in tower] for tower in towers]
+        vectors = [[upcast(replay.made).detach().requires_grad_(learns) for replay in tower] for tower in towers]
         loss = self.calculate_loss(vectors, labels, with_backward=learns)
         if not learns:
             return loss
@@ -203,8 +230,14 @@ class CachedInfoNCE(nn.Module):
             for replay, leaf in zip(tower, leaves, strict=True):
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * factor.to(leaf.dtype)
                 last = tower is towers[-1] and replay is tower[-1]
-                with nullcontext() if last else no_sync(self.model):
-                    replay.backward([gradient], self.engine)
+                with nullcontext() if last else _no_sync(self.model):
+                    replay.backward(gradient, self.engine)
+
+
+def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """The model's own no_sync, where it has one."""
+    own = getattr(model, "no_sync", None)
+    return own() if callable(own) else nullcontext()
 
 
 def _rows(vectors: list[list[Tensor]]) -> int:

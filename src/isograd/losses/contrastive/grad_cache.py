@@ -67,7 +67,6 @@ from isograd.losses.contrastive.chunks import (
 )
 from isograd.losses.contrastive.first_pass import join_first_pass
 from isograd.losses.contrastive.losses import NegativesScope, PairLoss, pairing_error
-from isograd.losses.contrastive.module_trace import Trace, first_difference, traced
 from isograd.nn import MoE
 
 
@@ -96,15 +95,9 @@ class _Tower:
     chunks: int
     last: int  # the number of the last chunk with rows
     keeps_last: bool  # that chunk keeps its graph, whatever the budget
-    states: list[RandomState] = field(default_factory=list)  # of each chunk, as the two below
+    states: list[RandomState] = field(default_factory=list)  # of each chunk, as the one below
     prints: list[int] = field(default_factory=list)
-    traces: list[Trace] = field(default_factory=list)
     kept: dict[int, Tensor] = field(default_factory=dict)  # vectors of chunks, with their graphs
-
-    @property
-    def first_replayed(self) -> int:
-        """The chunk that is the first to be encoded twice, if no budget keeps its graph."""
-        return self.last - self.keeps_last
 
 
 class GradientCache:
@@ -118,7 +111,6 @@ class GradientCache:
         encode: Encode | Sequence[Encode] | None = None,
         chunk: int = 64,
         keep_mb: float = 0.0,
-        record_modules: bool = False,
     ) -> None:
         """loss: InfoNCE, SigLIP, FullBatchLoss, or a module with their interface; a part of the engine's model.
         encode: a function from a chunk to vectors [rows, d]: one for all towers, or a list with one for each. Default:
@@ -126,15 +118,12 @@ class GradientCache:
         chunk: the number of rows that are encoded at once.
         keep_mb: MiB of activations that chunks may keep between their two passes, so that they need no second forward.
             Not at ZeRO 3 and under ep, where a forward is a collective.
-        record_modules: record every module of every chunk, so that IG965 names the module whose random draws differ
-            in the replay. By default only the first step's first replay of each tower is recorded.
         """
-        self.engine, self.loss, self.record_modules = engine, loss, record_modules
+        self.engine, self.loss = engine, loss
         self.encode: Encode | list[Encode] = engine.model if encode is None else encode  # type: ignore[assignment]
         if not callable(self.encode):
             self.encode = list(self.encode)
         self.chunk, self.keep_mb = chunk, keep_mb
-        self._first = True
         self._alike = engine.mesh.layout.zero == 3 or engine.mesh.layout.ep > 1  # a forward is a collective there
         self._tallies = StepCounters(engine.model, engine.mesh)
         self._refuse()
@@ -187,7 +176,6 @@ class GradientCache:
                 set_random_state(after, mesh.device)
                 if second is not None:
                     self._second(step_state, second)
-        self._first = False
         return loss.detach()
 
     def _rows(self, towers: Sequence[Any]) -> tuple[list[int], ContrastiveError | None]:
@@ -245,11 +233,6 @@ class GradientCache:
         """(number of a chunk, its inputs)"""
         return ((i, cut(tower.inputs, i * self.chunk, self.chunk)) for i in range(tower.chunks))
 
-    def _tracing(self, tower: _Tower, number: int) -> tuple[Trace, Any]:
-        trace: Trace = []
-        watched = self.record_modules or (self._first and number == tower.first_replayed)
-        return trace, traced(self.engine.model, trace) if watched else nullcontext()
-
     # -- the parts of a step
 
     @torch.no_grad()
@@ -258,21 +241,18 @@ class GradientCache:
         device, found = self.engine.mesh.device, torch.empty(0)
         for number, inputs in self._parts(tower):
             tower.states.append(random_state(device))
-            trace, tracing = self._tracing(tower, number)
-            tower.traces.append(trace)
-            with tracing:
-                if tower.keeps_last and number == tower.last:
-                    torch.clear_autocast_cache()  # it holds weights that were cast without a graph
-                    with torch.enable_grad():
-                        vectors = tower.kept[number] = encode_chunk(tower.encode, inputs)
-                elif budget.left and rows_of(inputs):
-                    vectors, fits = budget.encode_kept(tower.encode, inputs)
-                    if fits:
-                        tower.kept[number] = vectors
-                    else:
-                        torch.clear_autocast_cache()  # it holds weights that were cast with a graph
+            if tower.keeps_last and number == tower.last:
+                torch.clear_autocast_cache()  # it holds weights that were cast without a graph
+                with torch.enable_grad():
+                    vectors = tower.kept[number] = encode_chunk(tower.encode, inputs)
+            elif budget.left and rows_of(inputs):
+                vectors, fits = budget.encode_kept(tower.encode, inputs)
+                if fits:
+                    tower.kept[number] = vectors
                 else:
-                    vectors = encode_chunk(tower.encode, inputs)
+                    torch.clear_autocast_cache()  # it holds weights that were cast with a graph
+            else:
+                vectors = encode_chunk(tower.encode, inputs)
             vectors = vectors.detach()
             tower.prints.append(int(fingerprint(vectors)))
             if number == 0:  # joined at the end, they would be there twice
@@ -347,11 +327,10 @@ class GradientCache:
                 vectors = tower.kept.pop(number)
             else:
                 set_random_state(tower.states[number], device)
-                trace, tracing = self._tracing(tower, number)
-                with tracing, nullcontext() if rows_of(inputs) else self._tallies.ignoring():
+                with nullcontext() if rows_of(inputs) else self._tallies.ignoring():
                     vectors = encode_chunk(tower.encode, inputs)
                 if int(fingerprint(vectors)) != tower.prints[number]:
-                    raise self._drew_differently(first_difference(tower.traces[number], trace), bool(trace), number)
+                    raise ContrastiveError("IG965", seen=f"chunk {number}", where=self.engine.mesh.describe_rank())
             learns = vectors.requires_grad  # a frozen tower ends here
             if learns:
                 gradient = gradients[here].to(vectors.dtype)
@@ -385,12 +364,6 @@ class GradientCache:
             )
         _refuse_batch_norm(self.engine.model)
         _refuse_balance(self.engine)
-
-    def _drew_differently(self, module: str | None, watched: bool, number: int) -> ContrastiveError:
-        who = f"module {module!r} drew other random numbers" if module else "the difference is in no single module"
-        seen = f"chunk {number}: {who if watched else 'its modules were not recorded'}"
-        fix = None if watched else "GradientCache(..., record_modules=True) names the module"
-        return ContrastiveError("IG965", seen=seen, fix=fix, where=self.engine.mesh.describe_rank())
 
 
 def _first_missing(tower: _Tower) -> int:
