@@ -238,6 +238,7 @@ def _read(file: Path, key: str, shape: tuple[int, int]) -> Tensor | None:
 
 
 def unwritten(error: Exception) -> DataError:
+    """IG918, to be raised."""
     return DataError(
         "IG918", "references could not be written", seen=headline(error), expected="a run's folder with enough space",
         fix="make room or fix permissions; the same command then computes them again",
