@@ -39,9 +39,12 @@ def test_conversations_pairs_of_answers_and_adapters_go_on_from_one_another(tmp_
     assert main(["ckpt", "convert", "runs/chat/checkpoints", "models/chat", *made]) == 0
     trains("preference", "batch=4", "data.held_out=0.01", "log.sample=3")
     said = [str(line.get("text")) for line in journal.read(tmp_path / "runs/preference/metrics.jsonl")]
-    assert any("a sample of what the model answers" in text for text in said)
+    assert any("a sample of what the model writes" in text for text in said)
     assert losses("preference")[0] == pytest.approx(0.693147, rel=1e-5)
     assert main(["ckpt", "convert", "runs/preference/checkpoints", "models/preference"]) == 0
+    assert main(["new", "grpo"]) == 0
+    assert main(["train", "grpo.yaml", *FEW, "batch=8", "data.held_out=0.01", "log.sample=0"]) == 0
+    assert len(losses("grpo")) == 2
     trains("lora", "batch=4", "log.sample=0")
     assert main(["ckpt", "convert", "runs/lora/checkpoints", "models/lora", "--adapters"]) == 0
     from peft import PeftModel

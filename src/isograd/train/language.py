@@ -184,37 +184,30 @@ class LanguageTask:
         """A sample of the model's writing."""
         if not sample:
             return None
-        self.model.eval()
-        text = self.sample(sample)
-        if text is None:
-            return "no sample: the model of a pipeline is not called; 'isograd ckpt convert' makes one that is"
-        return "a sample of what the model writes (▮ is where it begins):\n" + text
-
-    def sample(self, tokens: int) -> str | None:
-        """What the model writes after the beginning of held-out text; None under pipelines, which are not called."""
-        if self.mesh.layout.pp > 1:
-            return None
-        row = (self.held_out or self.data).rows(0, range(1))
-        chat = self.config.task == "chat"
-        start, stop = first_answer(row["labels"][0]) if chat else (32, IGNORE)
         assert self.decode is not None
-        return sample_text(self.model, self.mesh, row["tokens"][:, :start], stop, tokens, self.length, self.decode)
+        row = {name: tensor[0] for name, tensor in (self.held_out or self.data).rows(0, range(1)).items()}
+        labels = row["labels"] if self.config.task == "chat" else None
+        return sample_text(self.model, self.mesh, row["tokens"], labels, sample, self.length, self.decode)
 
 
 def sample_text(
     model: nn.Module,
     mesh: Mesh,
-    prompt: Tensor,
-    stop: int,
-    tokens: int,
+    tokens: Tensor,
+    labels: Tensor | None,
+    count: int,
     window: int,
     decode: Callable[[Sequence[int]], str],
 ) -> str:
-    """A prompt [1, n], and at most so many tokens that the model writes after it, until it writes `stop`."""
-    given: list[list[int]] = prompt.tolist()
-    rows = drawn_rows(following(model, mesh), given, (stop,), Sampling(tokens), [0], window, mesh)
-    (written,) = write_rows(given, rows)
-    return f"{decode(prompt[0].tolist())}▮{decode(written)}"
+    """What a model writes, as the log says it: behind the beginning of a text [n], or as its first answer."""
+    if mesh.layout.pp > 1:
+        return "no sample: the model of a pipeline is not called; 'isograd ckpt convert' makes one that is"
+    start, stop = (32, IGNORE) if labels is None else first_answer(labels)
+    prompt: list[int] = tokens[:start].tolist()
+    model.eval()
+    rows = drawn_rows(following(model, mesh), [prompt], (stop,), Sampling(count), [0], window, mesh)
+    (written,) = write_rows([prompt], rows)
+    return f"a sample of what the model writes (▮ is where it begins):\n{decode(prompt)}▮{decode(written)}"
 
 
 def logits_function(model: nn.Module, mesh: Mesh) -> Callable[[Tensor], Tensor]:

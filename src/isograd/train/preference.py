@@ -39,7 +39,6 @@ from isograd.train import config as configs
 from isograd.train import sections, texts
 from isograd.train.language import (
     build_model,
-    first_answer,
     flops_of_run,
     model_config,
     refuse_vocabulary,
@@ -179,17 +178,11 @@ class PreferenceTask:
         """What the model answers to the first prompt that was held out."""
         if not sample or self.config.scores:
             return None
-        if self.mesh.layout.pp > 1:
-            return "no sample: the model of a pipeline is not called; 'isograd ckpt convert' makes one that is"
         assert self.decode is not None
         assert self.config.data is not None
         row = self.data.rows((self.data.held or self.data.train)[:1], range(1), range(1))
-        start, stop = first_answer(row["labels"][0, 0])
-        self.model.eval()
-        text = sample_text(
-            self.model, self.mesh, row["tokens"][0, :1, :start], stop, sample, self.config.data.length, self.decode
-        )
-        return f"a sample of what the model answers (▮ is where it begins):\n{text}"
+        tokens, labels = row["tokens"][0, 0], row["labels"][0, 0]
+        return sample_text(self.model, self.mesh, tokens, labels, sample, self.config.data.length, self.decode)
 
 
 def key_of(config: configs.Config, pairs: str) -> str:
@@ -245,6 +238,7 @@ def _read(file: Path, key: str, shape: tuple[int, int]) -> Tensor | None:
 
 
 def unwritten(error: Exception) -> DataError:
+    """IG918, to be raised."""
     return DataError(
         "IG918", "references could not be written", seen=headline(error), expected="a run's folder with enough space",
         fix="make room or fix permissions; the same command then computes them again",

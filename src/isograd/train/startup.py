@@ -144,8 +144,9 @@ def dry_run(summary: StartupSummary, *, force: bool = False) -> int:
     refuse_data(config)
     run_folder.refuse_other_config(config.folder)
     if problem is not None and not force:
-        print(memory_table(summary))
-        print("by formula, a bound; `isograd rehearse` finds the peak of the run's own program, without its memory")
+        print(
+            "memory by formula, a bound; `isograd rehearse` finds the peak of the run's own program, without its memory"
+        )
         print("config, data, model and layout fit each other; no step was taken", flush=True)
         print(f"dry run not passed on this machine. {problem}", flush=True)
         return problem.exit_code
@@ -162,17 +163,6 @@ def dry_run(summary: StartupSummary, *, force: bool = False) -> int:
     print(f"step: taken, loss {outcome.losses[0]:.4f}, saved, evaluated")
     print("dry run passed; nothing was kept")
     return 0
-
-
-def memory_table(summary: StartupSummary) -> str:
-    """What a rank of each pipeline stage needs, in GB."""
-    names = ("parameters", "gradients", "optimizer", "activations", "total")
-    lines = ["memory of a rank, GB" + "".join(f"{name:>13}" for name in names)]
-    for number, stage in enumerate(summary.needs.stages):
-        parts = [getattr(stage, name) for name in names[:-1]]
-        values = "".join(f"{value / 1e9:13.2f}" for value in (*parts, stage.total + PROGRAM))
-        lines.append(f"  {f'pipeline stage {number}':<18}" + values)
-    return "\n".join(lines)
 
 
 def _one_step(config: Config, folder: str) -> Config:
