@@ -124,9 +124,7 @@ class _Opened:
         else:
             self.file.seek(at)
         for chunk in chunks(tensor):
-            if not isinstance(self.path, StorePath):
-                chunk = chunk[: self.file.readinto(chunk)]
-            found.update(chunk)
+            found.update(chunk if isinstance(self.path, StorePath) else chunk[: self.file.readinto(chunk)])
         return found.hexdigest()
 
 

@@ -54,12 +54,11 @@ class GrpoTask(PreferenceTask):
             self.starts_from = of_first_rank(lambda: key_of(config, self.data.contents), mesh, unwritten)
         if config.grpo.kl and not config.by_transformers:
             folder = config.model.path if config.model.weights else None
-            about: dict[str, Any] = {
-                "seed": config.model.seed,
-                "dtype": DTYPES[config.model.dtype],
-                "device": mesh.device,
-            }
-            self.start = frozen(Transformer(model_config(config), mesh, **about), folder)
+            told = config.model
+            start = Transformer(
+                model_config(config), mesh, seed=told.seed, dtype=DTYPES[told.dtype], device=mesh.device
+            )
+            self.start = frozen(start, folder)
 
     def batch(self, step: int) -> dict[str, Any]:
         """The numbers of this data rank's answers; `accumulate` draws them."""
