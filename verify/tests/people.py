@@ -119,6 +119,33 @@ def scaled(fused: bool = False) -> None:
         optimizer.zero_grad()
 
 
+class Counting(Net):
+    """Returns the loss, divided by a count that it is given, and the logits, as models of transformers do."""
+
+    def forward(self, tokens: Tensor, labels: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
+        logits = super().forward(tokens)
+        return F.cross_entropy(logits, labels.flatten(), reduction="sum") / count, logits
+
+
+def counted(of: str = "all") -> None:
+    """The Trainer's way: the labels of all ranks are counted before the model is called. `of`: "number", a count that is
+    no tensor; "own", wrong, this rank's labels."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Counting())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        tokens, labels = text(step, 2 + dist.get_rank())
+        count = torch.tensor(labels.numel())
+        scale = 1
+        if of != "own":
+            dist.all_reduce(count)
+            scale = dist.get_world_size()
+        loss, _ = model(tokens, labels.view_as(tokens), int(count) if of == "number" else count)
+        (loss * scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class Generator(nn.Module):
     def __init__(self) -> None:
         super().__init__()

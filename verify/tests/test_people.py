@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from isograd_verify.compare.shares import NoReference, counts_all
+from isograd_verify.record.events import LabelWeight
 from isograd_verify.run.attach import inspect
 from isograd_verify.run.ranks import LocalRanks
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, PASS, Subject
@@ -106,3 +109,35 @@ def test_layers_that_are_frozen_at_first_are_not_taken_for_cut_off(judged: Any) 
     subject = judged(people.unfrozen_later, False)
     assert (subject.verdict, said(subject)) == (PASS, []), subject.findings
     assert subject.facts["gradients"] == "9 compared by name, step 2 last"
+
+
+def test_a_count_of_all_ranks_that_the_model_is_given_is_given_on_one_device_too(judged: Any) -> None:
+    right = judged(people.counted)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    assert right.facts["gradients"] == "9 compared by name, step 2 last"
+    assert said(judged(people.counted, "own")) == [(BUG, "mean-of-means")]
+    hidden = judged(people.counted, "number")  # no tensor: one device counts its own rows
+    assert (hidden.verdict, said(hidden)) == (PASS, []), hidden.findings
+
+
+class Told:
+    """A recording of one step with one cross-entropy."""
+
+    def __init__(self, count: float, divisor: float) -> None:
+        self.weight = LabelWeight(1, 0, count=count, low=1 / divisor, high=1 / divisor, site="train.py:9")
+        self.ranks, self.record, self.step = [self], self, 1
+
+    def of(self, kind: Any, step: int) -> list[Any]:
+        return [self.weight] if kind is LabelWeight else []
+
+
+@pytest.mark.parametrize(
+    ("count", "divisor", "right"), [(40, 40, True), (40, 14, False), (14, 14, True), (40, 13, False)]
+)
+def test_a_count_that_was_taken_of_fewer_rows_is_no_reference(count: float, divisor: float, right: bool) -> None:
+    with nullcontext() if right else pytest.raises(NoReference, match="counted before the model is called"):
+        counts_all(Told(14, 14), [Told(count, divisor)])  # type: ignore[arg-type, list-item]
+
+
+def test_a_sum_of_more_rows_weighs_more() -> None:
+    counts_all(Told(14, 1), [Told(40, 1)])  # type: ignore[arg-type, list-item]

@@ -110,7 +110,8 @@ def counts_all(alone: Recording, again: list[Again]) -> None:
     for site in own.keys() & set(_sites(all_rows)):
         calls = [call for terms in all_rows for call in terms.get(site, [])]
         whole, now = (sum(call.total for call in of) for of in (own[site], calls))
-        if not same_factor(whole, now) and not _equal([call.weight for call in (*own[site], *calls)]):
+        a_sum = not _one(whole) and _equal([call.weight for call in (*own[site], *calls)])
+        if not same_factor(whole, now) and not a_sum:
             raise NoReference(
                 f"the labels of the loss at {site} weigh {now:.4g} together where one device is given the rows of all "
                 f"ranks, and {whole:.4g} in the program's own step: their number is counted before the model is called",
