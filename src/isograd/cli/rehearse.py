@@ -40,7 +40,6 @@ def rehearse(words: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument("config", help="a config of 'isograd train'")
     parser.add_argument("--layout", help="in place of the config's, for example 'dp128 tp8 sp pp16 zero1'")
-    parser.add_argument("--world", type=int, metavar="N", help="the number of ranks, to check the layout against")
     parser.add_argument(
         "--micro-batches", type=int, metavar="N", help="a shorter step: so many micro-batches of the config's size"
     )
@@ -97,12 +96,6 @@ def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
         dotted += _batch(options.config, layout)
     config = load(options.config, dotted).config
     layout = layout or Layout.parse(config.layout)
-    if options.world is not None and options.world != layout.world_size:
-        fits = "; ".join(str(fit) for fit in layout.fits(options.world))
-        raise ConfigError(
-            "IG600", f"layout {str(layout)!r} needs {layout.world_size} ranks", seen=f"--world {options.world}",
-            expected=f"--world {layout.world_size}", fix=f"one of these fits {options.world}: {fits}" if fits else None,
-        )  # fmt: skip
     if options.micro_batches is not None and not 1 <= options.micro_batches <= MOST:
         raise ConfigError(
             "IG600", "--micro-batches must be at least 1", seen=options.micro_batches, expected=f"1 to {MOST:,}"

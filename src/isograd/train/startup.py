@@ -144,10 +144,8 @@ def dry_run(summary: StartupSummary, *, force: bool = False) -> int:
     refuse_data(config)
     run_folder.refuse_other_config(config.folder)
     if problem is not None and not force:
-        print(
-            "memory by formula, a bound; `isograd rehearse` finds the peak of the run's own program, without its memory"
-        )
-        print("config, data, model and layout fit each other; no step was taken", flush=True)
+        print("config, data, model and layout fit each other; no step was taken")
+        print("memory is by formula, a bound; isograd rehearse finds the peak of the run's own program")
         print(f"dry run not passed on this machine. {problem}", flush=True)
         return problem.exit_code
     with tempfile.TemporaryDirectory(prefix="dry-", dir=tempdir.home()) as folder:
