@@ -128,8 +128,8 @@ class Counting(Net):
 
 
 def counted(of: str = "all") -> None:
-    """The Trainer's way: the labels of all ranks are counted before the model is called. `of`: "number", a count that is
-    no tensor; "own", wrong, this rank's labels."""
+    """The Trainer's way: the labels of all ranks are counted before the model is called. `of`: "number", a count that
+    is no tensor; "own", wrong, this rank's labels."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Counting())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

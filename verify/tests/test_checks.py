@@ -484,6 +484,7 @@ ELSEWHERE = {
     "computed_again": "temperature-scale",  # in public.py, as the next one
     "undivided": "accum-undivided",  # in trackers.py
     "row_sums": "bf16-accumulation",
+    "carried": "statistic-unreduced",  # in later.py
 }
 
 

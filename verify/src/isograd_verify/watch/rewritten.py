@@ -10,6 +10,7 @@ one of all gradients, by less than one and by no 1 / n: it may be a clip by hand
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
@@ -141,6 +142,8 @@ class Rewrites:
             return 0.0
         factors = [(now[name] / kept[name].squares) ** 0.5 for name in held]
         low, high = min(factors), max(factors)
+        if not all(map(math.isfinite, factors)):  # an overflow, before a scaler that skips the step
+            return 0.0
         whole = abs(1 / high - round(1 / high)) <= tolerances.WHOLE / high
         return 0.0 if high - low > tolerances.FACTOR * high or high > 1 - tolerances.FACTOR or whole else high
 
