@@ -123,10 +123,9 @@ class _Opened:
             self.path.fill(raw_bytes(tensor), at)
         else:
             self.file.seek(at)
-        for chunk in chunks(tensor):
-            if not isinstance(self.path, StorePath):
-                chunk = chunk[: self.file.readinto(chunk)]
-            found.update(chunk)
+        for chunk in chunks(raw_bytes(tensor)):
+            count = len(chunk) if isinstance(self.path, StorePath) else self.file.readinto(chunk)
+            found.update(chunk[:count])
         return found.hexdigest()
 
 

@@ -31,7 +31,7 @@ from isograd.io.store import STREAMS, Place, StorePath
 from isograd.io.untrusted import open_to_read
 
 PHASES = ("copied", "begun", "half written", "written", "recorded", "gathered", "listed", "named", "pruned")
-POLL_S = 0.02
+POLL_S = 0.005
 PART = (
     64 << 20
 )  # bytes; what a rank writes into a store is cut into files of about so many, of which STREAMS are written
@@ -103,7 +103,7 @@ class Writing(threading.Thread):
     def _all_recorded(self) -> bool:
         place, awaited = self.job.place, {record_name(rank) for rank in range(self.job.ranks)}
         while not self.given_up.wait(folders.STORE_POLL_S if isinstance(place, StorePath) else POLL_S):
-            awaited -= {name for name, *_ in folders.moves_in(place)}
+            awaited -= {file.name for file in place.iterdir()}
             if not awaited:
                 return True
         return False
