@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -86,14 +87,14 @@ def write_tensors(
     tensors: Iterable[Tensor],
     note: dict[str, str],
     moved: Callable[[], None] = lambda: None,
-    hashes: dict[str, str] | None = None,
-) -> int:
-    """A safetensors file; `tensors` come in the order of `entries` (use in_order). Returns its size in bytes.
+) -> tuple[int, dict[str, str]]:
+    """A safetensors file; `tensors` come in the order of `entries` (use in_order). Returns its size in bytes, and the
+    SHA-256 of each tensor's bytes.
 
-    `moved` is called after each chunk that is written, flushed to the disk or read again. `hashes` receives the SHA-256
-    of each tensor's bytes. What is read again must be, byte by byte, what was hashed and written (IG945).
+    `moved` is called after each chunk that is written, flushed to the disk or read again. What is read again must be,
+    byte by byte, what was hashed and written (IG945).
     """
-    hashes = {} if hashes is None else hashes
+    hashes: dict[str, str] = {}
     header: dict[str, Any] = {"__metadata__": note}
     at = 0
     for one in entries:
@@ -102,7 +103,7 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     text = len(text).to_bytes(8, "little") + text
-    with open_to_write(path, "wb") as file, _Again(path, file, moved) as again:
+    with open_to_write(path, "wb") as file, closing(_Again(path, file, moved)) as again:
         for chunk in chunks(memoryview(text)):
             again.write("another header", chunk)
         for one, tensor in zip(entries, tensors, strict=True):
@@ -113,7 +114,7 @@ def write_tensors(
             hashes[one.name] = found.hexdigest()
         flush(file)
     again.finish()
-    return len(text) + at
+    return len(text) + at, hashes
 
 
 class _Again:
@@ -161,11 +162,8 @@ class _Again:
         except BaseException as error:
             reading.set_exception(error)
             return
-        took = time.monotonic() - began
-        if took < 0.5:
-            self._every = min(MOST, 2 * self._every)
-        elif took > 1.0:
-            self._every = max(CHUNK, self._every // 2)
+        in_half_a_second = 0.5 * self._every / max(1e-3, time.monotonic() - began)
+        self._every = max(CHUNK, min(MOST, 2 * self._every, int(in_half_a_second)))
         reading.set_result(None)
 
     def _read(self, block: list[tuple[str, memoryview]], start: int, last: bool = False) -> None:
@@ -185,8 +183,6 @@ class _Again:
                     raise CheckpointError("IG945", seen=unlike, path=self._path)
                 self._moved()
 
-    def __enter__(self) -> _Again:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._reading.exception()  # it ends before the file is closed that it flushes
+    def close(self) -> None:
+        """Let the thread end: before the file is closed that it flushes."""
+        self._reading.exception()

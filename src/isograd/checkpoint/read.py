@@ -154,10 +154,9 @@ class SavedWeights:
         saved = self._find(name)
         assert saved is not None
         try:
-            part = self._reader.read(saved[0], tuple(box))
+            return self._reader.read(saved[0], tuple(box))
         except Damage as damage:
             raise damaged(self._reader.folder, damage) from damage
-        return part
 
     def _find(self, name: str) -> tuple[str, Saved] | None:
         tensors = self._reader.manifest.tensors
