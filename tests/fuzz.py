@@ -82,7 +82,7 @@ def _checkpoint(folder: Path) -> str:
     for rank, rows in enumerate((slice(0, 2), slice(2, 3))):
         mine = {key: tensor[rows].contiguous() for key, tensor in tensors.items()}
         file = f"rank-{rank:05d}.safetensors"
-        size = write_tensors(home / file, [entry(k, t) for k, t in mine.items()], mine.values(), {"format": "pt"})
+        size, _ = write_tensors(home / file, [entry(k, t) for k, t in mine.items()], mine.values(), {"format": "pt"})
         box = ((rows.start, rows.stop), (0, 2))
         listed = {
             key: ((3, 2), "F32", box, hashlib.sha256(raw_bytes(tensor)).hexdigest()) for key, tensor in mine.items()

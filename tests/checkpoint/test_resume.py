@@ -222,13 +222,12 @@ def test_a_new_run_starts_from_the_weights_alone_with_another_optimizer(worlds, 
 
 def what_is_read(folder: Path, layout: str) -> int:
     """Bytes of the pieces that this rank opens."""
-    read = 0
+    read: list[int] = []
     original = Reader.piece
 
-    def counted(self: Reader, key: str, piece: Any) -> torch.Tensor:
-        nonlocal read
-        tensor = original(self, key, piece)
-        read += tensor.numel() * tensor.itemsize
+    def counted(self: Reader, key: str, piece: Any, into: torch.Tensor | None = None) -> torch.Tensor:
+        tensor = original(self, key, piece, into)
+        read.append(tensor.numel() * tensor.itemsize)
         return tensor
 
     Reader.piece = counted  # type: ignore[method-assign]
@@ -236,7 +235,7 @@ def what_is_read(folder: Path, layout: str) -> int:
         toys.resume(folder, layout, stop=2)
     finally:
         Reader.piece = original  # type: ignore[method-assign]
-    return read
+    return sum(read)
 
 
 def test_a_rank_reads_the_pieces_that_hold_its_own_rows_and_no_others(worlds, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import multiprocessing
 import os
 import re
@@ -14,10 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from isograd.checkpoint import CheckpointManager, files, folder
 from isograd.checkpoint.files import entry
-from isograd.checkpoint.manifest import merge
+from isograd.checkpoint.manifest import Damage, merge
 from isograd.checkpoint.read import Reader
 from isograd.checkpoint.write import PHASES, Copied, SaveJob, Writing
 from isograd.errors import CheckpointError, EngineError, LaunchError
@@ -271,6 +273,51 @@ def test_a_write_of_which_nothing_lands_gives_no_name_and_prunes_nothing(
     errors = [str(one.error) for one in writing if one.error is not None]
     assert any(re.search(said, error) for error in errors), errors
     assert [(step, whole(place, step)) for step, place in folder.checkpoints(tmp_path)] == [(1, True)]
+
+
+@pytest.mark.parametrize("lie", ["none", "a bit is flipped", "a write is lost", "a flush fails"])
+def test_a_file_of_many_blocks_is_read_again_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    """What fails in the thread that reads is raised, and nothing is written behind it for long."""
+    monkeypatch.setattr(files, "CHUNK", 5000)  # no multiple of a page
+    monkeypatch.setattr(files, "MOST", 20_000)
+    tensors = {name: torch.randn(size) for name, size in (("a", 40_000), ("b", 3), ("c", 7), ("d", 20_000))}
+    entries = files.in_order(entry(name, tensor) for name, tensor in tensors.items())
+    writes, fsync = [0], os.fsync
+
+    def change(path: str, data: bytes) -> bytes:
+        writes[0] += 1
+        if writes[0] == 9 and lie == "a bit is flipped":
+            return data[:100] + bytes([data[100] ^ 4]) + data[101:]
+        return b"" if writes[0] == 9 and lie == "a write is lost" else data
+
+    def failing(descriptor: int) -> None:
+        if writes[0] >= 9 and lie == "a flush fails":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(files, "open_to_write", toys.lying_disk(change))
+    monkeypatch.setattr(os, "fsync", failing)
+    path = tmp_path / "x.safetensors"
+    if lie != "none":
+        with pytest.raises(OSError if lie == "a flush fails" else CheckpointError, match=r"IG945|Errno 5"):
+            files.write_tensors(path, entries, (tensors[e.name] for e in entries), {})
+        assert writes[0] < 40  # of 50
+        return
+    size, hashes = files.write_tensors(path, entries, (tensors[e.name] for e in entries), {})
+    assert size == path.stat().st_size
+    assert all(torch.equal(tensors[name], found) for name, found in load_file(path).items())
+    assert hashes == {name: hashlib.sha256(files.raw_bytes(tensor)).hexdigest() for name, tensor in tensors.items()}
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_damage(tmp_path: Path) -> None:
+    both(tmp_path, 1)
+    reader = Reader(folder.checkpoints(tmp_path)[0][1])
+    reader.read("model/weight", ((0, 1), (0, 5)))
+    os.truncate(reader.folder / "rank-00000.safetensors", 90)
+    with pytest.raises(Damage, match="do not have the hash"):
+        reader.read("model/weight")
 
 
 @pytest.mark.parametrize("step", [1, 2])

@@ -73,7 +73,8 @@ def test_conversations_are_shown_as_training_sees_them(tmp_path: Path, capsys: p
 def test_pairs_of_answers_are_shown_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     tokenizer, run = str(builtin_chats.tokenizer(tmp_path / "tokenizer")), tmp_path / "data"
-    preferences.prepare(run, builtin_chats.pairs(tmp_path / "sums.jsonl", "sums"), tokenizer, strangers=True)
+    file = builtin_chats.pairs(tmp_path / "sums.jsonl", "sums")
+    preferences.prepare(run, file, tokenizer, preferences.conversations(file, strangers=True), answers=3)
     assert main(["data", "show", str(run), "--n", "1", "--length", "56"]) == 0
     said = capsys.readouterr().out
     assert "pairs, rows of at most 56 tokens, with strangers (KTO)" in said and "pairs have an answer" in said

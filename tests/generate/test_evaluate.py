@@ -20,6 +20,7 @@ from isograd.data.chats import Chats
 from isograd.generate import open_writer
 from isograd.generate.scoring import scorer_of
 from isograd.generate.writer import words_of
+from isograd.hf.force_fp64 import ForceFP64
 from isograd.train import journal, loop
 
 from ..train.conftest import text as text  # noqa: PLC0414
@@ -41,14 +42,14 @@ TASKS = {
 
 
 def by_hand(place: Path, length: int) -> tuple[float, int]:
-    """transformers' own logits of each window."""
+    """transformers' own logits of each window, in fp64 where it casts to fp32."""
     writer = open_writer(place)
     total, count = 0.0, 0
     for one in TEXTS:
         ids = writer.encode(one)
         for first in range(0, len(ids) - 1, length - 1):
             part = torch.tensor([ids[first : first + length]])
-            with torch.no_grad():
+            with torch.no_grad(), ForceFP64():
                 logits = writer.model(input_ids=part).logits[0, :-1]
             total += float(F.cross_entropy(logits, part[0, 1:], reduction="sum"))
             count += part.shape[1] - 1

@@ -17,8 +17,9 @@ raise_alike = partial(consensus.raise_on_all_ranks, kind=CheckpointError)
 
 def all_or_none(run: Callable[[], T], doing: str, mesh: Mesh) -> T:
     """Run something on this rank; when it fails on any, all raise its error."""
-    error = partial(_failed, doing, mesh.describe_rank())
-    return consensus.run_or_raise_on_all_ranks(run, mesh, CheckpointError, error)
+    return consensus.run_or_raise_on_all_ranks(
+        run, mesh, CheckpointError, partial(_failed, doing, mesh.describe_rank())
+    )
 
 
 @contextmanager

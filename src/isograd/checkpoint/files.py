@@ -15,9 +15,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import torch
@@ -75,10 +76,8 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-def chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """A contiguous tensor's bytes in pieces: a reader or writer gives a sign of life after each, and what it does with
-    one it does in the processor's cache."""
-    content = raw_bytes(tensor)
+def chunks(content: memoryview) -> Iterator[memoryview]:
+    """Bytes in pieces that the processor's cache holds; who reads or writes them gives a sign of life after each."""
     return (content[at : at + CHUNK] for at in range(0, len(content), CHUNK))
 
 
@@ -88,13 +87,14 @@ def write_tensors(
     tensors: Iterable[Tensor],
     note: dict[str, str],
     moved: Callable[[], None] = lambda: None,
-    hashes: dict[str, str] | None = None,
-) -> int:
-    """A safetensors file; `tensors` come in the order of `entries` (use in_order). Returns its size in bytes.
+) -> tuple[int, dict[str, str]]:
+    """A safetensors file; `tensors` come in the order of `entries` (use in_order). Returns its size in bytes, and the
+    SHA-256 of each tensor's bytes.
 
-    `moved` is called after each chunk that is written, flushed to the disk or read again. `hashes` receives the SHA-256
-    of each tensor's bytes. What is read again must be, byte by byte, what was hashed and written (IG945).
+    `moved` is called after each chunk that is written, flushed to the disk or read again. What is read again must be,
+    byte by byte, what was hashed and written (IG945).
     """
+    hashes: dict[str, str] = {}
     header: dict[str, Any] = {"__metadata__": note}
     at = 0
     for one in entries:
@@ -103,19 +103,18 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     text = len(text).to_bytes(8, "little") + text
-    with open_to_write(path, "wb") as file, _Again(path, file, moved) as again:
-        again.write("another header", memoryview(text))
+    with open_to_write(path, "wb") as file, closing(_Again(path, file, moved)) as again:
+        for chunk in chunks(memoryview(text)):
+            again.write("another header", chunk)
         for one, tensor in zip(entries, tensors, strict=True):
             found = hashlib.sha256()
-            for chunk in chunks(tensor.contiguous()):
+            for chunk in chunks(raw_bytes(tensor.contiguous())):
                 again.write(f"other bytes of {one.name!r}", chunk)
-                if hashes is not None:
-                    found.update(chunk)
-            if hashes is not None:
-                hashes[one.name] = found.hexdigest()
+                found.update(chunk)
+            hashes[one.name] = found.hexdigest()
         flush(file)
     again.finish()
-    return len(text) + at
+    return len(text) + at, hashes
 
 
 class _Again:
@@ -130,8 +129,8 @@ class _Again:
         self._path, self._file, self._moved = path, file, moved
         self._block: list[tuple[str, memoryview]] = []  # (what is said if another is read, what was written)
         self._start, self._end, self._every = 0, 0, CHUNK  # bytes
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._reading: Future[None] = Future()
+        self._reading.set_result(None)
         self._room = bytearray(CHUNK)
 
     def write(self, unlike: str, data: memoryview) -> None:
@@ -143,30 +142,29 @@ class _Again:
         if isinstance(self._path, StorePath) or self._end - self._start < self._every or rest > len(data):
             self._block.append((unlike, data))
             return
-        self._wait()
+        self._reading.result()
         block = [*self._block, (unlike, data[: len(data) - rest])]
-        self._thread = threading.Thread(target=self._behind, args=(block, self._start), daemon=True)
-        self._thread.start()
+        self._reading = Future()
+        threading.Thread(target=self._behind, args=(self._reading, block, self._start), daemon=True).start()
         self._block, self._start = [(unlike, data[len(data) - rest :])], self._end - rest
 
     def finish(self) -> None:
         """Read what was written last; there must be nothing else in the file."""
-        self._wait()
+        self._reading.result()
         self._read(self._block, self._start, last=True)
 
-    def _behind(self, block: list[tuple[str, memoryview]], start: int) -> None:
+    def _behind(self, reading: Future[None], block: list[tuple[str, memoryview]], start: int) -> None:
         began = time.monotonic()
         try:
             flush(self._file)
             self._moved()
             self._read(block, start)
         except BaseException as error:
-            self._error = error
-        took = time.monotonic() - began
-        if took < 0.5:
-            self._every = min(MOST, 2 * self._every)
-        elif took > 1.0:
-            self._every = max(CHUNK, self._every // 2)
+            reading.set_exception(error)
+            return
+        in_half_a_second = 0.5 * self._every / max(1e-3, time.monotonic() - began)
+        self._every = max(CHUNK, min(MOST, 2 * self._every, int(in_half_a_second)))
+        reading.set_result(None)
 
     def _read(self, block: list[tuple[str, memoryview]], start: int, last: bool = False) -> None:
         """Raise IG945 unless the file holds this block."""
@@ -185,15 +183,6 @@ class _Again:
                     raise CheckpointError("IG945", seen=unlike, path=self._path)
                 self._moved()
 
-    def _wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def __enter__(self) -> _Again:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._thread is not None:  # before the file is closed that it flushes
-            self._thread.join()
+    def close(self) -> None:
+        """Let the thread end: before the file is closed that it flushes."""
+        self._reading.exception()

@@ -32,14 +32,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from isograd.errors import CheckpointError
-from isograd.io.atomic import flush, flush_folder, replace_text, write_bytes
+from isograd.io.atomic import flush, flush_folder, write_bytes
 from isograd.io.no_follow import not_there, open_to_write
 from isograd.io.store import Place, StorePath
 from isograd.io.untrusted import FileError, read_typed
 
 LOCK, BEST = "lock", "best"
 MANIFEST, ASIDE = "manifest.json", "aside-manifest.json"
-QUIET_S = 5.0  # a writer that is alive has written a chunk, flushed, or marked a file that it reads again, within this
+QUIET_S = 5.0  # a writer that is alive has written a chunk within this: it flushes and reads again in small blocks
 STORE_QUIET_S, STORE_POLL_S = 30.0, 0.5  # of a store, whose objects do not grow but appear
 _NAME = re.compile(r"step-([0-9]{8,18})")  # not \d, which other scripts' digits match
 _LEFT = re.compile(r"\.step-[0-9]{8,18}\.(partial-\w+|removed)")
@@ -98,11 +98,7 @@ def mark_best(folder: Place, step: int) -> None:
     """From now on the checkpoint of this step is the one that is not pruned."""
     if best(folder) == step:
         return
-    text = json.dumps({"step": step})
-    if isinstance(folder, StorePath):
-        write_bytes(folder / BEST, text.encode())
-    else:
-        replace_text(folder / BEST, text)
+    write_bytes(folder / BEST, json.dumps({"step": step}).encode())
 
 
 def best(folder: Place) -> int | None:
@@ -142,7 +138,7 @@ class Growing:
         self._answer, self._asked = False, -STORE_POLL_S
 
     def __call__(self) -> bool:
-        """True while files of a partial checkpoint have grown, or were marked, within QUIET_S."""
+        """True while files of a partial checkpoint have grown within QUIET_S."""
         if isinstance(self._folder, StorePath):
             return self._in_store(self._folder)
         now = {place.name: moves_in(place) for place in _entries(self._folder) if ".partial-" in place.name}

@@ -69,11 +69,9 @@ def load(engine: Engine, folder: Place, source: str | Place, beat: Callable[[str
     if not all(all_gather_object(engine.step_state.empty, mesh)):
         state.drop_step(engine)
     mine = _together(engine, lambda: _choices(folder, source))
-    choices = [
-        place_of(name) for name in all_gather_object([str(place) for place in mine], mesh)[0]
-    ]  # as rank 0 sees them
+    names = all_gather_object([str(place) for place in mine], mesh)[0]  # as rank 0 sees them
     damaged = []
-    for place in choices:
+    for place in map(place_of, names):
         try:
             found = _load(engine, place, beat)
         except Damage as damage:

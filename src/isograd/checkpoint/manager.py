@@ -184,8 +184,7 @@ class CheckpointManager:
                 continue
             buffer = self._buffers.get(part.key)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                pinned = tensor.is_cuda
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._buffers[part.key] = buffer
             cuda |= tensor.is_cuda
             buffer.copy_(tensor, non_blocking=True)

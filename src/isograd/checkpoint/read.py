@@ -123,8 +123,9 @@ class _Opened:
             self.path.fill(raw_bytes(tensor), at)
         else:
             self.file.seek(at)
-        for chunk in chunks(tensor):
-            found.update(chunk if isinstance(self.path, StorePath) else chunk[: self.file.readinto(chunk)])
+        for chunk in chunks(raw_bytes(tensor)):
+            count = len(chunk) if isinstance(self.path, StorePath) else self.file.readinto(chunk)
+            found.update(chunk[:count])
         return found.hexdigest()
 
 
@@ -153,10 +154,9 @@ class SavedWeights:
         saved = self._find(name)
         assert saved is not None
         try:
-            part = self._reader.read(saved[0], tuple(box))
+            return self._reader.read(saved[0], tuple(box))
         except Damage as damage:
             raise damaged(self._reader.folder, damage) from damage
-        return part
 
     def _find(self, name: str) -> tuple[str, Saved] | None:
         tensors = self._reader.manifest.tensors

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from isograd.checkpoint import folder as folders
-from isograd.checkpoint.files import DTYPES, TensorEntry, entry, in_order, write_tensors
+from isograd.checkpoint.files import TensorEntry, entry, in_order, write_tensors
 from isograd.checkpoint.manifest import Box, merge
 from isograd.errors import CheckpointError
 from isograd.io.atomic import flush_folder, write_bytes
@@ -31,10 +31,8 @@ from isograd.io.store import STREAMS, Place, StorePath
 from isograd.io.untrusted import open_to_read
 
 PHASES = ("copied", "begun", "half written", "written", "recorded", "gathered", "listed", "named", "pruned")
-POLL_S = 0.02
-PART = (
-    64 << 20
-)  # bytes; what a rank writes into a store is cut into files of about so many, of which STREAMS are written
+POLL_S = 0.005
+PART = 64 << 20  # bytes of each of the files that a rank writes into a store, STREAMS at a time
 Phase = Callable[[str], None]
 
 
@@ -103,7 +101,7 @@ class Writing(threading.Thread):
     def _all_recorded(self) -> bool:
         place, awaited = self.job.place, {record_name(rank) for rank in range(self.job.ranks)}
         while not self.given_up.wait(folders.STORE_POLL_S if isinstance(place, StorePath) else POLL_S):
-            awaited -= {name for name, *_ in folders.moves_in(place)}
+            awaited -= {file.name for file in place.iterdir()}
             if not awaited:
                 return True
         return False
@@ -135,12 +133,8 @@ def write_own(job: SaveJob, moved: Callable[[], None]) -> None:
                     job.phase("half written")
                 yield by_key[one.name].tensor
 
-        hashes: dict[str, str] = {}
-        size = write_tensors(job.place / name, entries, tensors(), {"format": "isograd checkpoint"}, moved, hashes)
-        listed = {
-            key: (copy.shape, DTYPES[copy.tensor.dtype], copy.box, hashes[key])
-            for key, copy in ((one.name, by_key[one.name]) for one in entries)
-        }
+        size, hashes = write_tensors(job.place / name, entries, tensors(), {"format": "isograd checkpoint"}, moved)
+        listed = {e.name: (by_key[e.name].shape, e.dtype, by_key[e.name].box, hashes[e.name]) for e in entries}
         return {"file": name, "bytes": size, "tensors": listed, "counts": {} if part else job.counts}
 
     if len(parts) == 1:

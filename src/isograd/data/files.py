@@ -62,7 +62,9 @@ class FileReader:
 def write_whole(path: Path, data: bytes) -> str:
     """A small file, complete or absent; its sha256."""
     with writing(path):
-        return atomic.write_bytes(path, data)
+        digest = atomic.write_bytes(path, data)
+        atomic.flush_folder(path.parent)
+        return digest
 
 
 def write_text(file: Path, text: str) -> Path:

@@ -21,8 +21,6 @@ from isograd.errors import CheckpointError, ConfigError
 from isograd.io.no_follow import open_to_write
 from isograd.io.store import Place, StorePath, Upload
 
-BLOCK = 1 << 20  # bytes that are read at once
-
 
 class AtomicFile:
     """A file that gets its name by `commit`, once all of it is on the disk. Leaving the context discards the rest."""
@@ -70,14 +68,12 @@ class AtomicFile:
 
 
 def write_bytes(path: Place, data: bytes) -> str:
-    """A file with these bytes, on the disk when this returns; its sha256."""
+    """A file with these bytes; its sha256. It is on the disk, and its name is when `flush_folder` has returned."""
     if isinstance(path, StorePath):
         return path.write_whole(data)
     with AtomicFile(path) as file:
         file.write(data)
-        found = file.commit()
-    flush_folder(path.parent)
-    return found
+        return file.commit()
 
 
 @contextmanager
@@ -116,11 +112,8 @@ def flush_folder(folder: Place) -> None:
 
 def sha256(path: Path) -> str:
     """The sha256 of a file."""
-    found = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            found.update(block)
-    return found.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_new(to: Path, text: str, otherwise: str) -> Path:

@@ -363,8 +363,7 @@ def _write_states(
         draft = folders.partial(folder, step, "import")
         try:
             draft.mkdir()
-            hashes: dict[str, str] = {}
-            size = write_tensors(draft / file_name(0), ordered, read, {"format": "isograd checkpoint"}, hashes=hashes)
+            size, hashes = write_tensors(draft / file_name(0), ordered, read, {"format": "isograd checkpoint"})
             tensors = {e.name: (e.shape, "F32", [(0, n) for n in e.shape or (1,)], hashes[e.name]) for e in ordered}
             counts = {"step": {name: (float(step), "float32") for name in shapes}}
             kept = {k: v for k in ("lr", "betas", "eps", "weight_decay") if (v := options.get(k)) is not None}
