@@ -61,8 +61,8 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_965,
-    "isograd-verify, lines": 17_990,
+    "isograd, lines": 51_967,
+    "isograd-verify, lines": 18_400,
     "comm + engine, lines": 9_280,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
