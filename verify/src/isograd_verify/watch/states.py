@@ -52,9 +52,10 @@ class States:
         if not 0 < value.numel() <= MOST_ELEMENTS or self.rows & {*value.shape} or foreign.imagined(value):
             return
         hashed = digest(value)
-        if hashed != began.setdefault(key, hashed):
+        first = began.setdefault(f"{key} {tuple(value.shape)}", hashed)  # a table that grows with the rows is no mean
+        if hashed != first:
             self.flows.mark(value, {len(self.seen): CUT})
-            self.seen.append((name, began[key], value.detach().clone()))
+            self.seen.append((name, first, value.detach().clone()))
 
     def carry(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator was run. A batch norm that trains is given its statistics and does not use them."""
