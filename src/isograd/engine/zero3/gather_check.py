@@ -68,6 +68,7 @@ class Announcement:
     note: Note
     unread: set[int]  # members whose note of the same place has not been read
     rows: list[tuple[Group, Handle]] = field(default_factory=list)
+    notes: dict[int, Note] = field(default_factory=dict)  # of the others: an exception may come between two
 
     def wait_for(self, rank: int) -> None:
         """Until the rows of one rank are here."""
@@ -117,8 +118,11 @@ class GatherOrderCheck:
     def confirm(self, announcement: Announcement, limit: float | None = None) -> None:
         """Wait for the notes of the others, in the order of mine; raise when one of them is unlike mine."""
         while announcement in self._announced:
-            mine = self._announced.popleft()
-            notes = {member: self._read(member, limit) for member in self._others}
+            mine = self._announced[0]
+            for member in sorted(mine.unread):
+                mine.notes[member] = self._read(member, limit)
+                mine.unread.discard(member)
+            notes = self._announced.popleft().notes
             unlike = [note for note in notes.values() if not note.agrees(mine.note)]
             if not unlike:
                 # A member that sent this note has asked for all of mine before it.
