@@ -44,7 +44,6 @@ RIGHT: tuple[tuple[Any, ...], ...] = (
     (trackers.changed_in_a_flat_sum, "copied", 0.1, 0.0),
     (trackers.changed_in_a_flat_sum, "views", 0.1, 0.0),
     (trackers.changed_in_a_flat_sum, "copied", 0.0, 0.05),  # V9
-    (trackers.clipped_shards,),  # V9
 )
 WRONG: tuple[tuple[Any, ...], ...] = (  # program, arguments, bug, words of what is said alone, and beside one device
     (trackers.sharded_ddp, ("0.weight",), "", "weights (0.weight): not summed over ranks 0, 1", ""),  # V1
@@ -58,7 +57,6 @@ WRONG: tuple[tuple[Any, ...], ...] = (  # program, arguments, bug, words of what
     (trackers.group_of_one, (), "nosync-missing", "all 9 gradients: not summed over ranks 0, 1", ""),  # V14
     (trackers.tasks, (), "parameters-mixed", "heads.1.bias and 1 more): ranks bring gradients of", ""),  # V7
     (trackers.norm_of_own_shards, ("local",), "clip-per-rank", "rank 0 by 0.01595, rank 1 by 0.01741", ""),  # V9
-    (trackers.clipped_shards, (True,), "clip-per-rank", "ranks clip by different factors", ""),  # V9
     (trackers.contrastive, ("dropped",), "wrong-adjoint", "Gather at verify/tests/trackers.py", ""),  # V5, V11
     (trackers.contrastive, ("full_tensor",), "wrong-adjoint", "Redistribute at verify/tests/trackers.py", ""),  # V5
     (trackers.contrastive, ("to_local",), "wrong-adjoint", "Redistribute at verify/tests/trackers.py", ""),  # V5

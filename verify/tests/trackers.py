@@ -180,23 +180,6 @@ def norm_of_own_shards(by_hand: str = "") -> None:
         optimizer.zero_grad()
 
 
-def clipped_shards(own: bool = False) -> None:
-    """FSDP2, with a clip by hand by the norm of all shards. `own`: wrong, by that of this rank's."""
-    model = mlp()
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        x, y = rows(5, 6, seed=step), rows(5, 3, seed=50 + step)
-        F.mse_loss(model(x), y).backward()
-        square = sum(p.grad.to_local().square().sum() for p in model.parameters())
-        if not own:
-            dist.all_reduce(square)
-        for parameter in model.parameters():
-            parameter.grad.mul_(0.1 / square.sqrt())
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def changed_in_a_flat_sum(how: str, decay: float, bound: float, undivided: bool = False) -> None:
     """Gradients of two micro-batches are summed in one buffer and copied back, or stay views of it; then the program
     adds decay by hand, or clips by hand. `undivided`: wrong, nobody divides by the number of micro-batches."""

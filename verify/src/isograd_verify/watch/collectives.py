@@ -189,8 +189,7 @@ class WatchMode(TorchDispatchMode):
         call = _Call(func, named)
         noted = self.listener.collective(call.op, call.ranks, call.tensors, call.reduce)
         reduced = call.tensors if noted.op in REDUCING else []
-        if noted.numel > 1 or noted.covers:  # else it is a norm or a count
-            self.rewrites.communicated(noted.covers, reduced)
+        self.rewrites.communicated(noted.covers, reduced)
         self.states.reduced(reduced)
         return call, noted.n
 

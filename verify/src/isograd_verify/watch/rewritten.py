@@ -5,7 +5,7 @@ before the program's own change. So before the first operator that writes into t
 kept (`early/NAME` its sketch, `whole/NAME` all of it); judge/analysis.py decides which of the two is judged. After a
 collective only gradients that it has reduced are kept, where they lie or in a buffer that they are copied from or are a
 part of: what is written into others may be its result. Scaling by one number is told as a factor, but for the last
-one of all gradients, by no 1 / n: it may be a clip by hand (judge/clips.py).
+one of all gradients, by less than one and by no 1 / n: it may be a clip by hand (judge/clips.py).
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Rewrites:
         if not all(map(math.isfinite, factors)):  # an overflow, before a scaler that skips the step
             return 0.0
         whole = abs(1 / high - round(1 / high)) <= tolerances.WHOLE / high
-        return 0.0 if high - low > tolerances.FACTOR * high or whole else high
+        return 0.0 if high - low > tolerances.FACTOR * high or high > 1 - tolerances.FACTOR or whole else high
 
     def _keep(self, gradients: list[tuple[str, foreign.Held, Tensor]], scales: bool) -> None:
         c = self.capture
