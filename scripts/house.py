@@ -61,8 +61,8 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_967,
-    "isograd-verify, lines": 18_352,
+    "isograd, lines": 51_971,
+    "isograd-verify, lines": 18_351,
     "comm + engine, lines": 9_280,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
