@@ -62,7 +62,7 @@ VERIFIER = {
 
 LIMITS = {
     "isograd, lines": 51_971,
-    "isograd-verify, lines": 18_351,
+    "isograd-verify, lines": 18_356,
     "comm + engine, lines": 9_280,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
