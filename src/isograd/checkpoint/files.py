@@ -35,7 +35,7 @@ DTYPES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
-CHUNK = 1 << 20  # bytes that are hashed and written at a time
+CHUNK = 1 << 18  # bytes that are hashed and written at a time
 MOST = 1 << 25  # bytes that are flushed and read again at a time; on a slow disk fewer
 
 
@@ -112,6 +112,7 @@ def write_tensors(
                 again.write(f"other bytes of {one.name!r}", chunk)
                 found.update(chunk)
             hashes[one.name] = found.hexdigest()
+        again.wait()
         flush(file)
     again.finish()
     return len(text) + at, hashes
@@ -128,7 +129,8 @@ class _Again:
     def __init__(self, path: Place, file: IO[Any], moved: Callable[[], None]) -> None:
         self._path, self._file, self._moved = path, file, moved
         self._block: list[tuple[str, memoryview]] = []  # (what is said if another is read, what was written)
-        self._start, self._end, self._every = 0, 0, CHUNK  # bytes
+        self._start, self._end, self._flushed, self._every = 0, 0, 0, CHUNK  # bytes
+        self._lately = 0.0, 1e-3  # bytes that were flushed, in seconds
         self._reading: Future[None] = Future()
         self._reading.set_result(None)
         self._room = bytearray(CHUNK)
@@ -148,13 +150,17 @@ class _Again:
         threading.Thread(target=self._behind, args=(self._reading, block, self._start), daemon=True).start()
         self._block, self._start = [(unlike, data[len(data) - rest :])], self._end - rest
 
+    def wait(self) -> None:
+        """Until the block was read that is under way."""
+        self._reading.result()
+
     def finish(self) -> None:
         """Read what was written last; there must be nothing else in the file."""
-        self._reading.result()
         self._read(self._block, self._start, last=True)
 
     def _behind(self, reading: Future[None], block: list[tuple[str, memoryview]], start: int) -> None:
-        began = time.monotonic()
+        began, covered = time.monotonic(), self._end - self._flushed  # a flush takes what was written since along
+        self._flushed += covered
         try:
             flush(self._file)
             self._moved()
@@ -162,8 +168,9 @@ class _Again:
         except BaseException as error:
             reading.set_exception(error)
             return
-        in_half_a_second = 0.5 * self._every / max(1e-3, time.monotonic() - began)
-        self._every = max(CHUNK, min(MOST, 2 * self._every, int(in_half_a_second)))
+        count, seconds = 0.8 * self._lately[0] + covered, 0.8 * self._lately[1] + time.monotonic() - began
+        self._lately = count, seconds
+        self._every = max(CHUNK, min(MOST, 2 * self._every, int(0.25 * count / seconds)))
         reading.set_result(None)
 
     def _read(self, block: list[tuple[str, memoryview]], start: int, last: bool = False) -> None:
