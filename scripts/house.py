@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_971,
-    "isograd-verify, lines": 18_356,
-    "comm + engine, lines": 9_280,
+    "isograd, lines": 51_978,
+    "isograd-verify, lines": 18_364,
+    "comm + engine, lines": 9_284,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

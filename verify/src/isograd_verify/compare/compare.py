@@ -30,6 +30,7 @@ from isograd_verify.judge.checks import check, placed
 from isograd_verify.judge.checks.gradients import scales
 from isograd_verify.judge.checks.losses import counted, undivided
 from isograd_verify.judge.checks.traffic import local_steps
+from isograd_verify.judge.clips import only_in_both
 from isograd_verify.judge.consequences import DRIFT, row, spoilt, without_consequences
 from isograd_verify.judge.naming import class_of
 from isograd_verify.record.events import Norm, Result
@@ -50,6 +51,7 @@ def compare(
     noise: Noise | None = None,
 ) -> Subject:
     """`rename`: the candidate's name -> the reference's."""
+    only_in_both(reference, candidate)
     subject = Subject(str(candidate.about.get("layout") or candidate.path.name), candidate.world, compared=True)
     subject.timeline = timeline(candidate)
     data = [] if ignore_data else same_data(reference, candidate)

@@ -16,18 +16,26 @@ from isograd_verify.tell.wording import spread
 
 
 def bound(recording: Recording) -> float:
-    """The norm of what all ranks hold, behind each clip by hand; 0: the watched steps show none. A world of one, which
-    takes one step by itself, is told what the other run's was."""
+    """The norm behind each clip by hand; 0: the watched steps show none. A world of one, which takes one step by
+    itself, is told what the other run's was."""
+    if "bound" in recording.about:
+        return float(recording.about["bound"])
     found = [one for step in recording.steps if (one := _scaled(recording, step))]
     for (norm, factor), (other, second) in combinations(found, 2):
         if spread((norm, other)) <= tolerances.NORM and spread((factor, second)) > tolerances.FACTOR:
             return norm
-    return float(recording.about.get("bound", 0.0))
+    return 0.0
+
+
+def only_in_both(reference: Recording, candidate: Recording) -> None:
+    """A gradient before its clip is not compared with one behind it: where one run shows no clip, neither has one."""
+    if not (bound(reference) and bound(candidate)):
+        reference.about["bound"] = candidate.about["bound"] = 0.0
 
 
 def clipped(recording: Recording, step: int) -> bool:
-    """Whether what the program did last to the gradients of a step is a clip by hand. Where ranks hold copies, the norm
-    of what all of them hold is larger than one device's by the root of a whole number."""
+    """Whether what the program did last to the gradients of a step is a clip by hand. Where each rank clips its shards
+    by their own norm, that of all is larger than one device's by the root of a whole number."""
     found = _scaled(recording, step)
     times = (bound(recording) / found[0]) ** 2 if found else 0.0
     return round(times) >= 1 and abs(times - round(times)) <= 4 * tolerances.NORM * times
@@ -36,6 +44,7 @@ def clipped(recording: Recording, step: int) -> bool:
 def _scaled(recording: Recording, step: int) -> tuple[float, float] | None:
     """(norm behind it, factor) of a step in which each rank has multiplied all of its gradients by one number last."""
     factors = [e.factor for record in recording.ranks for e in record.of(Rewritten, step) if e.factor]
-    held = [about for r in recording.ranks for e in r.of(Step, step)[:1] for about in e.parameters.values()]
-    norm = math.sqrt(sum(about.squares or 0.0 for about in held if about.gradient))
+    held = [one for r in recording.ranks for e in r.of(Step, step)[:1] for one in e.parameters.items()]
+    parts = {(name, repr(about.box or about.before), about.squares or 0.0) for name, about in held if about.gradient}
+    norm = math.sqrt(sum(square for *_, square in parts))  # copies once
     return (norm, factors[0]) if norm and len(factors) == recording.world else None

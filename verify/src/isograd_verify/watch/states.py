@@ -1,6 +1,7 @@
 """Sees what modules carry from step to step enter a loss: a running mean that it subtracts, a size that it divides by.
 
-Buffers and other tensors of a module are looked at when it is called, and those in variables around the outermost one.
+Buffers and other tensors of a module are looked at when it is called; where one device is to be compared, those in
+variables around the outermost one, too.
 Those that have changed since they were first seen are marked, and followed as results of collectives are (flows.py) to
 what a backward begins with. Not followed are large ones, those with a row for each of the batch (a recurrent state
 belongs to its rows), and what ranks have reduced.
@@ -41,7 +42,8 @@ class States:
         name, began = self.capture.modules.get(module) or type(module).__name__, self.began.setdefault(module, {})
         for key, value in (*module._buffers.items(), *vars(module).items()):
             self._look(f"{name}.{key}", key, value, began)
-        for place, values in () if self.capture.stack else variables():
+        # Python keeps what it has told of a function's variables, and so their tensors, until the function ends.
+        for place, values in variables() if self.capture.beside and not self.capture.stack else ():
             for key, value in values.items():
                 if not any(value is t for t in given):
                     self._look(key, f"{place}/{key}", value, self.variables)

@@ -6,7 +6,6 @@ several names stand for has the same name in both runs.
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import types
@@ -45,11 +44,7 @@ def variables() -> Iterator[tuple[str, dict[str, Any]]]:
         if frame is None:
             return
         if not frame.f_code.co_filename.startswith(OURS):
-            held = frame.f_locals
-            values = dict(held)
-            if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
-                held.clear()  # a copy that would keep alive what the function deletes
-            yield frame.f_code.co_name, values
+            yield frame.f_code.co_name, dict(frame.f_locals)
         frame = frame.f_back  # type: ignore[assignment]
 
 
