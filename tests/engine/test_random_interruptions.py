@@ -366,6 +366,12 @@ def test_a_rank_that_skips_an_evaluation_and_trains_is_found_at_its_first_gather
     assert one((layout, 1, (entering, "call", last), RuntimeError, "nothing"), _threads)
 
 
+@pytest.mark.parametrize("seed", [476, 1178])
+def test_an_optimizer_that_raises_on_one_rank_is_refused_on_all(seed: int) -> None:
+    """The others took the step with its old rows; in a pipeline at ZeRO 3 they evaluated while it trained on."""
+    assert one(draw(seed), _threads)
+
+
 def main(count: int, first: int = 0, only: str = "") -> None:
     """`only`: "threads" or "gloo"; left out, every tenth case is on gloo."""
     torch.set_num_threads(1)

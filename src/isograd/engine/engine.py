@@ -49,7 +49,7 @@ from isograd.engine.tree import tree_sum
 from isograd.engine.zero import Factory, ShardedOptimizer
 from isograd.engine.zero3.deferred_init import FirstValues
 from isograd.engine.zero3.param_group import Zero3Hooks
-from isograd.errors import EngineError, IsogradError, headline
+from isograd.errors import EngineError, IsogradError
 from isograd.io.safetensors_reader import Weights
 
 
@@ -357,14 +357,14 @@ class Engine:
             raised = None if taken is None else taken.raised
             if taken is None and not skipped:
                 raised = self._sharded_optimizer.step(step_state, scale * factor, totals.unused)
-            if self.loss_scale and raised is None:
+            problem = None if skipped else step_status.optimizer_problem(step_state, raised)
+            if self.loss_scale and problem is None:
                 self.loss_scale.update(overflow=skipped)
             step_state.clear()
-            self._end(committed=not skipped and raised is None)
-        if raised is not None:
-            step_state.mark_inconsistent(headline(raised))
-            step_state.mark_discarded(raised)
-            raise raised
+            self._end(committed=not skipped and problem is None)
+        if problem is not None:
+            step_state.mark_discarded(problem)
+            raise problem
         return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale, totals.terms)
 
     def _end(self, committed: bool) -> None:

@@ -29,7 +29,7 @@ from isograd.engine.plan import Plan
 from isograd.engine.step import StepState
 from isograd.engine.term_weights import Mean, TermWeights, number_on
 from isograd.engine.tree import tree_sum
-from isograd.errors import CommError, EngineError, IsogradError
+from isograd.errors import CommError, EngineError, IsogradError, headline
 
 
 class Status(IntEnum):
@@ -211,17 +211,8 @@ def refuse_failed(table: StepStatus, step_state: StepState, problem: str | None,
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if this_rank_discards:
         return
-    inconsistent = table.ranks(Status.INCONSISTENT)
-    if inconsistent:
-        step_state.mark_inconsistent(f"learned of it from rank {inconsistent[0]}")
-        raise EngineError(
-            "IG559",
-            "an optimizer raised in an earlier step",
-            seen="; ".join(f"rank {rank}: {failed[rank]}" for rank in inconsistent),
-            expected="optimizers that step on every rank, or on none: parameters may have changed in part",
-            fix="load parameters and optimizer on all ranks, by CheckpointManager.load or load_state; or end",
-            where=mesh.describe_rank(),
-        )
+    if inconsistent := table.ranks(Status.INCONSISTENT):
+        raise _inconsistent(step_state, {rank: failed[rank] for rank in inconsistent})
     if failed:
         ranks_failed = f"rank {', '.join(map(str, failed))}"
         seen = "; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())
@@ -236,6 +227,30 @@ def refuse_failed(table: StepStatus, step_state: StepState, problem: str | None,
             where=mesh.describe_rank(),
         )
     raise EngineError("IG558", where=mesh.describe_rank(), ranks=table.ranks(Status.DISCARDS))
+
+
+def _inconsistent(step_state: StepState, why: Mapping[int, str]) -> EngineError:
+    step_state.mark_inconsistent(f"learned of it from rank {min(why)}")
+    return EngineError(
+        "IG559",
+        "an optimizer raised",
+        seen="; ".join(f"rank {rank}: {said}" for rank, said in why.items()),
+        expected="optimizers that step on every rank, or on none: parameters may have changed in part",
+        fix="load parameters and optimizer on all ranks, by CheckpointManager.load or load_state; or end",
+        where=step_state.mesh.describe_rank(),
+    )
+
+
+def optimizer_problem(step_state: StepState, raised: BaseException | None) -> BaseException | None:
+    """All ranks together, behind their optimizers: what each raises where one has raised. No rank's step is taken."""
+    if raised is not None:
+        step_state.mark_inconsistent(headline(raised))
+    said = torch.tensor([float(raised is not None)], dtype=torch.float64)
+    found = torch.cat(raw.gather_list(said, step_state.status_group)).nonzero().flatten().tolist()
+    if not found:
+        return None
+    reasons = all_gather_object(step_state.optimizer_inconsistent, step_state.mesh)
+    return raised or _inconsistent(step_state, {rank: str(reasons[rank]) for rank in found})
 
 
 def refuse_parted(table: StepStatus, step_state: StepState) -> None:
