@@ -22,7 +22,7 @@ from isograd.errors import EngineError
 
 @dataclass(eq=False)
 class ShardedParam:
-    """A parameter and its memory: `alloc_full`, then `filled` when all rows have arrived, then `free_full`."""
+    """A parameter and its memory: `expect`, `alloc_full`, `filled` when all rows have arrived, then `free_full`."""
 
     slot: Slot
     rows: Tensor  # mine, in the parameter's dtype
@@ -31,13 +31,16 @@ class ShardedParam:
     users: set[int] = field(default_factory=set)  # the groups (numbers) that need it now
     is_filling: bool = False  # rows of it are on their way
 
-    def alloc_full(self) -> None:
-        """Give the full parameter memory, into which all rows come, mine as well."""
+    def expect(self) -> None:
+        """Rows of others are on their way."""
         if self.slot.parameter.data_ptr() != self.absent.data_ptr():  # values that would be lost
             raise EngineError("IG517", names=[self.slot.name])
+        self.is_filling = True
+
+    def alloc_full(self) -> None:
+        """Give the full parameter memory, into which all rows come, mine as well."""
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
         self.slot.parameter.data = self.full
-        self.is_filling = True
 
     def filled(self) -> None:
         """All rows have arrived: a backward may read what it saved."""
