@@ -214,9 +214,9 @@ def gather_rows(
 
 
 def _join(parts: Sequence[Tensor], chunk: Tensor) -> None:
-    """Flat tensors side by side, from wherever they lie."""
+    """Flat tensors side by side, from wherever they lie and in whatever dtype they are."""
     if len(parts) > 1 and parts[0].device == chunk.device:
-        torch.cat(list(parts), out=chunk)
+        torch._foreach_copy_(chunk.split([part.numel() for part in parts]), list(parts))
     elif len(parts) > 1 or parts[0].data_ptr() != chunk.data_ptr():
         chunk.copy_(torch.cat(list(parts)) if len(parts) > 1 else parts[0], non_blocking=True)
 

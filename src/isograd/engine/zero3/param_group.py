@@ -367,7 +367,7 @@ class Zero3Hooks:
             param.expect()
         for packing, params in gathers:
             tag, alloc = self._check.tag(announcement, packing.owners), partial(_alloc, params)
-            rows, full = [p.rows for p in params], [p.full for p in params]
+            rows, full = [p.sent for p in params], [p.full for p in params]
             handle = gather_rows(packing, rows, full, packing.owners, tag, alloc=alloc)
             announcement.rows.append((packing.owners, handle))
 
@@ -421,7 +421,7 @@ class Zero3Hooks:
     def take_edits(self) -> None:
         """Keep my rows of what was edited while everything was full, and free the rest."""
         for param in self.params.values():
-            param.rows.copy_(param.slot.rows(param.full))
+            param.kept = param.slot.rows(param.full).to(param.rows.device, copy=True)
         self._readers -= 1
         if not self._readers:
             for param in self.params.values():
