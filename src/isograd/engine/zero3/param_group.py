@@ -421,7 +421,7 @@ class Zero3Hooks:
     def take_edits(self) -> None:
         """Keep my rows of what was edited while everything was full, and free the rest."""
         for param in self.params.values():
-            param.kept = param.slot.rows(param.full).to(param.rows.device, copy=True)
+            param.rows.copy_(param.slot.rows(param.full))
         self._readers -= 1
         if not self._readers:
             for param in self.params.values():
