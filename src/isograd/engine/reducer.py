@@ -54,11 +54,9 @@ class Reducer:
     # -- launch
 
     @raw.abort_group_on_interrupt()
-    def launch(self, bucket: Bucket, gradients: list[Tensor], ended: bool = False) -> None:
-        """Send a bucket's gradients to the owners of their rows. The list is emptied, so that packed ones are freed.
-        ended: no message of a layer comes after it, on any rank."""
-        waits = ended and self._native
-        while len(self._pending) >= AT_ONCE and (waits or self._pending[0][1].arrived_within(0.0)):
+    def launch(self, bucket: Bucket, gradients: list[Tensor]) -> None:
+        """Send a bucket's gradients to the owners of their rows. The list is emptied, so that packed ones are freed."""
+        while len(self._pending) >= AT_ONCE and self._pending[0][1].arrived_within(0.0):
             self._finish()
         self.sent.append(bucket)
         self._latest += 1
@@ -75,6 +73,11 @@ class Reducer:
             self.sums.sending(bucket, packing, flat)
         reduction = reduce_rows(packing, flat, group, tree=self.tree, number=bucket.number)
         self._pending.append((bucket, reduction, None if len(bucket.slots) == 1 else flat))
+
+    def make_room(self) -> None:
+        """A backward has ended on all ranks, and what it has left to send leaves now: on NCCL few buckets at a time."""
+        while self._native and len(self._pending) >= AT_ONCE:
+            self._finish()
 
     def begin_pass(self) -> None:
         """Before a backward that launches: finish what is older than the last such backward, or its last block. A rank

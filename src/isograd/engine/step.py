@@ -395,14 +395,15 @@ class StepState:
         if self._outgoing.buckets and self.units is not None:
             self.units.all_ended()  # and so they launch the same buckets
         while self._outgoing.buckets:
-            self._launch(self._outgoing.buckets[0], ended=True)
+            self.reducer.make_room()
+            self._launch(self._outgoing.buckets[0])
 
-    def _launch(self, bucket: Bucket, ended: bool = False) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         self._outgoing.buckets.remove(bucket)
         gradients = [self._taken(slot) for slot in bucket.slots]
         if self.keep_full:
             self.full.update(zip(bucket.slots, gradients, strict=True))
-        self.reducer.launch(bucket, gradients, ended)
+        self.reducer.launch(bucket, gradients)
 
     def _taken(self, slot: Slot) -> Tensor:
         """A gradient out of `local`; zeros for a parameter that this rank did not use."""
