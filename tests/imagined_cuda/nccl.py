@@ -92,6 +92,7 @@ class Communicator:
                     broken = error
             job.error = broken
             job.done.set()
+            del job  # whose results are tensors of the program
 
     def enqueue(
         self, what: dict[str, Any], reads: Sequence[Tensor], writes: Sequence[Tensor],

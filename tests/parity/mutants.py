@@ -188,13 +188,18 @@ def _reduction_ways() -> dict[str, Callable[[Broken], Broken]]:
     }
 
 
+def _nothing_gathered(*_: Any, alloc: Callable[[], None] = lambda: None, **__: Any) -> raw.Handle:
+    alloc()
+    return raw.Handle()
+
+
 def ways(site: Site) -> dict[str, Callable[[Broken], Broken]]:
     """How this call can be broken: name -> wrapper of the original."""
     kind = site.callee.split(".")[-1]
     if kind == "reduce_rows":
         return _reduction_ways()
     if kind == "gather_rows":
-        return {"removed": lambda f: lambda *a, **k: raw.Handle()}
+        return {"removed": lambda f: _nothing_gathered}
     if kind == "receive_start":
         return piped.message_ways()
     if kind == "exchange":
