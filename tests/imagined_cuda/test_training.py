@@ -1,0 +1,109 @@
+"""Experts, contrastive losses and checkpoints on imagined cards: the gradients of one device, and nothing races.
+
+The programs, their data and their truths are those of the tests on gloo, in fp64, at 1e-9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from isograd.core.layout import Layout
+from tests.losses.contrastive import test_experts as contrastive_experts
+from tests.losses.contrastive import test_matrix as contrastive
+from tests.losses.contrastive.toys import assert_same
+from tests.parity import sparse
+
+from . import run
+
+
+def on_host(value: Any) -> Any:
+    """A copy of a result in which every tensor lies in the host's memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if is_dataclass(value):
+        return type(value)(**{f.name: on_host(getattr(value, f.name)) for f in fields(value)})
+    if isinstance(value, dict):
+        return {name: on_host(one) for name, one in value.items()}
+    return type(value)(map(on_host, value)) if isinstance(value, list | tuple) else value
+
+
+def on_stream(stream: str, program: Callable[..., Any], *args: Any) -> Any:
+    """What a program returns, all of it on the default stream or on one of the user's own."""
+    with torch.cuda.stream(torch.cuda.Stream()) if stream == "own" else nullcontext():
+        return on_host(program(*args))
+
+
+def values(ranks: int, stream: str, program: Callable[..., Any], *args: Any) -> list[Any]:
+    """Of all ranks, which have no error and no fault."""
+    results = run(on_stream, ranks, stream, program, *args, join=False, seconds=20, limit=60)
+    assert not any(result.error for result in results), "\n".join(result.error for result in results)
+    faults = sorted({str(finding) for result in results for finding in result.faults})
+    assert not faults, "\n".join(faults[:10])
+    return [result.value for result in results]
+
+
+def some(*fast: tuple[Any, ...], slow: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    """Cases of every push, and cases of `make full`."""
+    return [*fast, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
+
+
+EXPERTS = some(
+    ("dp2 ep2", 1, "two", "sequence", "default"),
+    ("dp2 ep2", 3, "sigmoid, dense first", "lagged", "own"),
+    ("tp2 sp ep2", 0, "one, shared", "batch", "own"),
+    slow=(
+        ("dp2 ep2", 0, "tight", "batch", "own"),
+        ("dp2 ep2", 2, "one, shared", "sequence", "own"),
+        ("dp2 ep2", 3, "two", "batch", "default"),
+        ("tp2 sp ep2", 1, "sigmoid, dense first", "sequence", "default"),
+        ("tp2", 1, "tight", "lagged", "own"),
+        ("pp2", 1, "two", "batch", "own"),
+        ("cp2 ulysses ep2", 1, "two", "sequence", "own"),
+        ("dp2 cp2 ring ep2", 0, "one, shared", "batch", "own"),
+        ("dp2 tp2 sp ep4", 3, "sigmoid, dense first", "batch", "own"),
+        ("pp2 vpp2 dp2 ep2", 1, "tight", "batch", "own"),
+    ),
+)
+
+
+@pytest.mark.parametrize(("layout", "zero", "kind", "scope", "stream"), EXPERTS)
+def test_experts_train_as_on_one_device(layout: str, zero: int, kind: str, scope: str, stream: str) -> None:
+    """Gradients, parameters, losses, norms, each term, the experts' counts and the bias of their choice."""
+    case = sparse.Case(layout, zero, kind, scope, accumulation=2, recompute=stream == "own", idle=kind[0] == "s")
+    assert not case.wrong(values(Layout.parse(layout).world_size, stream, case.run))
+
+
+CONTRASTIVE = some(
+    ("dp2 zero1", "both ways, ring, guide", "own"),
+    ("dp2 zero3", "one way", "own"),
+    slow=(
+        ("dp2 zero1", "sigmoid, ring", "default"),
+        ("dp2 zero3", "both ways, ids", "default"),
+        ("dp2 zero2", "own function", "own"),
+        ("cp2 ulysses", "relative margin", "own"),
+        ("tp2 sp zero1", "sigmoid", "own"),
+        ("dp2 cp2 ring zero3", "both ways, ring, guide", "own"),
+    ),
+)
+
+
+@pytest.mark.parametrize(("layout", "loss", "stream"), CONTRASTIVE)
+def test_contrastive_gradients_are_those_of_the_full_batch(layout: str, loss: str, stream: str) -> None:
+    case = {"layout": layout, "loss": loss, "chunk": 2, "keep_mb": 0.03, "tied": stream == "own", "negatives": 2}
+    case |= {"dropout": 0.2, "rows": "uneven"}
+    _, more = contrastive.arguments(case)
+    for (found,) in values(Layout.parse(layout).world_size, stream, contrastive.run, [case]):
+        assert_same(found, contrastive.expected(Layout.parse(layout).dp, loss=loss, **more), layout, 1e-9)
+
+
+@pytest.mark.parametrize("layout", [pytest.param("dp2 ep2", marks=pytest.mark.slow)])
+def test_contrastive_gradients_of_experts_are_those_of_the_full_batch(layout: str) -> None:
+    true, _ = contrastive_experts.one_device(2, "uneven")
+    for found, _ in values(2, "own", contrastive_experts.cached, layout, "uneven"):
+        assert_same(found, true, layout, 1e-9)
