@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 
+from isograd.checkpoint import CheckpointManager
 from isograd.core.layout import Layout
+from tests.checkpoint import toys
 from tests.losses.contrastive import test_experts as contrastive_experts
 from tests.losses.contrastive import test_matrix as contrastive
 from tests.losses.contrastive.toys import assert_same
@@ -107,3 +111,62 @@ def test_contrastive_gradients_of_experts_are_those_of_the_full_batch(layout: st
     true, _ = contrastive_experts.one_device(2, "uneven")
     for found, _ in values(2, "own", contrastive_experts.cached, layout, "uneven"):
         assert_same(found, true, layout, 1e-9)
+
+
+SAVED, STOP = 2, 4  # steps
+
+
+def saved_beside_training(folder: Path, layout: str, options: dict[str, Any]) -> toys.Run:
+    """The files are half written when the next steps change all that was copied, and whole only after them."""
+    engine, trained = toys.engine_of(layout, **options), Event()
+
+    def phase(now: str) -> None:
+        assert now != "half written" or trained.wait(30)
+
+    with CheckpointManager(folder, engine, phase=phase) as keeper:
+        run = toys.train(engine, 0, SAVED)
+        keeper.save(SAVED)
+        toys.train(engine, SAVED, STOP, run)
+        trained.set()
+    return run
+
+
+def resumed(folder: Path, layout: str, options: dict[str, Any]) -> toys.Run:
+    return toys.resume(folder, layout, STOP, **options)
+
+
+def is_one_devices(found: toys.Run, truth: toys.Run) -> None:
+    for ours, theirs in zip(found.gradients, truth.gradients[found.start :], strict=True):
+        whole = torch.stack([g.norm() for g in theirs.values()]).norm()
+        assert ours.keys() <= theirs.keys()
+        for name, gradient in ours.items():
+            assert (gradient - theirs[name]).norm() <= 1e-9 * max(theirs[name].norm(), 1e-6 * whole), name
+    assert found.losses == pytest.approx(truth.losses[found.start :], rel=1e-9)
+    assert found.norms == pytest.approx(truth.norms[found.start :], rel=1e-9)
+
+
+CHECKPOINTS = some(
+    ("dp2 zero3", "dp2 zero1", "default", {}),
+    ("dp2 zero1", "tp2 sp", "own", {}),
+    slow=(
+        ("tp2", "dp2 zero3", "own", {}),
+        ("dp2", "pp2", "own", {}),
+        ("dp2 zero3", "dp2 zero2", "own", {"offload": True}),
+        ("dp2 ep2 zero1", "dp2 zero3", "own", {"model": "experts"}),
+        ("dp2 zero1", "dp2 ep2 zero3", "default", {"model": "experts"}),
+    ),
+)
+
+
+@pytest.mark.parametrize(("saved", "loaded", "stream", "options"), CHECKPOINTS)
+def test_a_checkpoint_holds_its_own_step_whatever_is_trained_beside_it(
+    tmp_path: Path, saved: str, loaded: str, stream: str, options: dict[str, Any]
+) -> None:
+    """Saved on cards, and loaded on cards under another layout and on the CPU: gradients, losses, norms of the rest."""
+    plain = {name: value for name, value in options.items() if name == "model"}
+    truth = toys.train(toys.engine_of("1", **plain), 0, STOP)
+    for run_ in values(2, stream, saved_beside_training, tmp_path, saved, options):
+        is_one_devices(run_, truth)
+    for run_ in (*values(2, stream, resumed, tmp_path, loaded, options), resumed(tmp_path, "1", plain)):
+        assert run_.start == SAVED
+        is_one_devices(run_, truth)
