@@ -32,7 +32,7 @@ def on_stream(stream: str, program: Callable[..., Any], *args: Any) -> Any:
 
 def values(ranks: int, stream: str, program: Callable[..., Any], *args: Any, join: bool = False) -> list[Any]:
     """Of all ranks, which have no error and no fault. `join`: as `run` takes it; else isograd joins the world."""
-    results = run(on_stream, ranks, stream, program, *args, join=join, seconds=20, limit=60)
+    results = run(on_stream, ranks, stream, program, *args, join=join, seconds=60, limit=180)
     assert not any(result.error for result in results), "\n".join(result.error for result in results)
     faults = sorted({str(finding) for result in results for finding in result.faults})
     assert not faults, "\n".join(faults[:10])

@@ -121,6 +121,15 @@ def test_a_loop_of_fabric_trains_as_one_device(join: bool) -> None:
 
 
 @pytest.mark.slow
+def test_a_loop_of_fabric_resumes_at_another_stage(tmp_path: Path) -> None:
+    from tests.integrations import test_fabric as fabric
+
+    for found, *_, kept in values(2, "own", fabric.saved, str(tmp_path)):
+        fabric.is_equal(found, fabric.one_device(True))
+        assert kept
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("join", [JOINED, not JOINED])
 def test_a_fit_of_lightning_trains_as_one_device(join: bool) -> None:
     from tests.integrations import test_lightning as lightning
@@ -129,3 +138,14 @@ def test_a_fit_of_lightning_trains_as_one_device(join: bool) -> None:
     for each in values(2, "own", lightning.ours, True, [None, "zero1", "dp2 zero3"], join=join):
         for found in each:
             same(found, expected)
+
+
+@pytest.mark.slow
+def test_a_fit_of_lightning_is_saved_behind_its_end_resumed_and_validated(tmp_path: Path) -> None:
+    """Lightning moves a module to the CPU when a fit is over: not what an engine holds."""
+    from tests.integrations import test_lightning as lightning
+
+    for found, *_ in values(2, "own", lightning.saved, str(tmp_path)):
+        same(found, lightning.one_device(True))
+    for held_out, expected, *_ in values(2, "own", lightning.behind_a_fit, str(tmp_path)):
+        assert held_out == pytest.approx(expected, rel=1e-6)

@@ -60,7 +60,7 @@ def train(made: tuple[Any, Any, Any, Any], weighed: bool, steps: range) -> list[
     norms = []
     for step in steps:
         for number in range(rank, MICROS, ranks):
-            rows, labels = (t.to(fabric.device) for t in micro(step, number))
+            rows, labels = (t.to(device()) for t in micro(step, number))
             with fabric.no_backward_sync(model, enabled=number + ranks < MICROS):
                 if weighed:
                     fabric.backward(mean(model(rows), labels), weight=(labels != IGNORED).sum())
@@ -130,7 +130,7 @@ def saved(folder: str) -> list[Any]:
     if fabric.is_global_zero:
         shutil.rmtree(f"{folder}/cut.ckpt.isograd")
     fabric.barrier()
-    rows, _ = micro(0, 1)
+    rows = micro(0, 1)[0].to(device())
     for act in (
         lambda: fabric.load(f"{folder}/cut.ckpt", state),
         lambda: fabric.clip_gradients(model, optimizer, clip_val=1.0),
