@@ -141,11 +141,17 @@ def test_a_fit_of_lightning_trains_as_one_device(join: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_fit_of_lightning_is_saved_behind_its_end_resumed_and_validated(tmp_path: Path) -> None:
+def test_a_fit_of_lightning_is_saved_behind_its_end_and_resumed(tmp_path: Path) -> None:
     """Lightning moves a module to the CPU when a fit is over: not what an engine holds."""
     from tests.integrations import test_lightning as lightning
 
     for found, *_ in values(2, "own", lightning.saved, str(tmp_path)):
         same(found, lightning.one_device(True))
+
+
+@pytest.mark.slow
+def test_a_fit_of_lightning_is_validated_behind_its_end(tmp_path: Path) -> None:
+    from tests.integrations import test_lightning as lightning
+
     for held_out, expected, *_ in values(2, "own", lightning.behind_a_fit, str(tmp_path)):
         assert held_out == pytest.approx(expected, rel=1e-6)
