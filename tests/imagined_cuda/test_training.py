@@ -13,13 +13,16 @@ import pytest
 import torch
 
 from isograd.checkpoint import CheckpointManager
+from isograd.comm import raw
 from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from tests.checkpoint import toys
 from tests.losses.contrastive import test_experts as contrastive_experts
 from tests.losses.contrastive import test_matrix as contrastive
 from tests.losses.contrastive.toys import assert_same
 from tests.parity import sparse
 
+from . import world
 from .on_cards import some, values
 
 EXPERTS = some(
@@ -135,3 +138,16 @@ def test_a_checkpoint_holds_its_own_step_whatever_is_trained_beside_it(
     for run_ in (*values(2, stream, resumed, tmp_path, loaded, options), resumed(tmp_path, "1", plain)):
         assert run_.start == SAVED
         is_one_devices(run_, truth)
+
+
+def test_ranks_that_are_processes_of_their_own_load_their_cards(tmp_path: Path) -> None:
+    """As on real cards (`in_own_processes`), where nobody forks a process that has used one."""
+    job = world.Job((__name__, "where_it_runs"), (), 2, tmp_path, 100, False, False, world._free_port(), 60, 180)
+    world.in_own_processes(job)
+    results = [world._result(tmp_path, rank) for rank in range(2)]
+    assert [result.value for result in results] == [("cuda:0", 1.0), ("cuda:1", 1.0)], results
+
+
+def where_it_runs() -> tuple[str, float]:
+    mesh = Mesh("dp2")
+    return str(mesh.device), float(raw.all_reduce(torch.full((1,), 0.5, device=mesh.device), mesh.group("dp")))
