@@ -129,14 +129,14 @@ def _error(found: Tensor | None, true: Tensor | None, floor: float) -> float:
     return float((found - true).norm()) / max(float(true.norm()), floor)
 
 
-def _batch(data_rank: int, number: int, loss: str) -> dict[str, Tensor]:
+def _batch(data_rank: int, number: int, loss: str, device: torch.device) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 * data_rank + number)
     tokens = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)
     labels = torch.randint(3, VOCAB, (ROWS, LENGTH - 2), generator=generator) if loss == SEQ2SEQ else tokens.clone()
     labels[0, : 2 + (3 * data_rank + 2 * number) % 7] = IGNORE
     if loss == MASKED:
         labels[1, ::2] = IGNORE
-    return {"input_ids": tokens, "labels": labels}
+    return {"input_ids": tokens.to(device), "labels": labels.to(device)}
 
 
 def _built(config: Any, mesh: Mesh, adapter: Any, base_bits: int | None) -> Any:
@@ -149,7 +149,7 @@ def _one_device(built: Callable[[Mesh], Any], mesh: Mesh, loss: str) -> dict[str
     alone = Mesh.unbound("1")
     alone.device = mesh.device
     model = built(alone)
-    batches = [_batch(rank, n, loss) for rank in range(mesh.size("dp")) for n in range(MICROS)]
+    batches = [_batch(rank, n, loss, mesh.device) for rank in range(mesh.size("dp")) for n in range(MICROS)]
     parts = [shard(batch, alone, loss) for batch in batches]
     total = sum(int(part.weight) for part in parts)
     before = torch.random.get_rng_state()
@@ -194,7 +194,7 @@ def _refuse_other_mean(model: Any, batch: dict[str, Tensor], part: BatchPart, lo
 
 def _under_layout(model: Any, mesh: Mesh, loss: str) -> dict[str, Tensor]:
     engine = Engine(model, mesh, lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-    batches = [_batch(mesh.index("dp"), number, loss) for number in range(MICROS)]
+    batches = [_batch(mesh.index("dp"), number, loss, mesh.device) for number in range(MICROS)]
     if engine.pipeline is not None:
         engine.pipeline.chunks = {stage: in_fp64(chunk) for stage, chunk in engine.pipeline.chunks.items()}
         engine.accumulate(batches)

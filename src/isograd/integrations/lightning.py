@@ -135,10 +135,16 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
             self._loop.fail(exception)
 
     def teardown(self) -> None:
-        """Lightning's, when the fit is over."""
+        """Lightning's, when the fit is over; what an engine holds stays on its device, as FSDP's does."""
         if self._loop is not None:
             self._loop.end()
-        super().teardown()
+        if self.engine is None:
+            super().teardown()
+            return
+        if self._layer_sync:
+            self.model = self._layer_sync.revert(self.model)
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
 
     # -- a batch
 
