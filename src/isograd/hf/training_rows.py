@@ -165,12 +165,4 @@ def refuse_packing(config: Any, mesh: Mesh) -> None:
     except Exception as error:
         difference, seen = 1.0, headline(error)
     if not difference <= SAME:
-        raise ModelError(
-            "IG477",
-            f"{library.__name__} does not keep apart the documents of a row",
-            seen=seen,
-            expected="the logits that each document has by itself, from positions that begin again",
-            fix="--data.packing stream, where texts may see each other; or --model.code isograd for a family that it "
-            "knows",
-            where=mesh.describe_rank(),
-        )
+        raise ModelError("IG477", seen=seen, name=library.__name__, where=mesh.describe_rank())

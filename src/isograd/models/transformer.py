@@ -273,11 +273,7 @@ class Transformer(nn.Module):
         """
         if stage is None and len(self.parts) > 1:
             raise ModelError(
-                "IG415",
-                "a model cut into pipeline stages is not called; its pieces run in the order of a schedule",
-                seen=f"a forward under {str(self.mesh.layout)!r}",
-                expected="engine.train_step(batch, micro_batches=k), or engine.evaluate",
-                where=self.mesh.describe_rank(),
+                "IG415", seen=f"a forward under {str(self.mesh.layout)!r}", where=self.mesh.describe_rank()
             )
         if cache is not None:
             assert self.head is not None
@@ -446,24 +442,12 @@ class Transformer(nn.Module):
         given = {"tokens": tokens, "labels": labels, "documents": documents}
         shapes = {name: tuple(t.shape) for name, t in given.items() if t is not None}
         if tokens.dim() != 2 or len(set(shapes.values())) > 1:
-            raise ModelError(
-                "IG410",
-                "tokens, labels and documents must be [batch, sequence]",
-                seen=", ".join(f"{name} {shape}" for name, shape in shapes.items()),
-                expected="two dimensions, the same for all",
-                where=where,
-            )
+            raise ModelError("IG410", seen=", ".join(f"{name} {shape}" for name, shape in shapes.items()), where=where)
         if self.mesh.size("cp") > 1 and not self._compared:
             refuse_unlike(self.mesh, tokens, labels, documents)
             self._compared = True
         if config.positions == "learned" and tokens.shape[1] > config.max_positions:
-            raise ModelError(
-                "IG411",
-                "the sequence is longer than the learned positions",
-                seen=tokens.shape[1],
-                expected=f"at most {config.max_positions}",
-                where=where,
-            )
+            raise ModelError("IG411", seen=tokens.shape[1], max_positions=config.max_positions, where=where)
         dropping = self.training and (config.dropout or config.attention_dropout)
         if dropping and labels is not None and (key is None or samples is None):
             raise ModelError(
@@ -488,10 +472,4 @@ def _for_block(stream: Stream, number: int) -> Stream:
 
 def _refuse_ep_alone(config: TransformerConfig, mesh: Mesh) -> None:
     if mesh.layout.ep > 1 and config.experts is None:
-        raise ModelError(
-            "IG400",
-            f"ep{mesh.layout.ep} cuts experts, and this model has none",
-            seen=str(mesh.layout),
-            expected="a config with experts, or a layout without ep",
-            where=mesh.describe_rank(),
-        )
+        raise ModelError("IG400", seen=str(mesh.layout), ep=mesh.layout.ep, where=mesh.describe_rank())
