@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ from isograd.nn import (
     VocabEmbedding,
 )
 from isograd.nn.loss import CHUNK, IGNORE
+from isograd.nn.parameter import FactoryKwargs
 from isograd.nn.routing import Remembered
 from isograd.nn.stream import Cache, token_ids
 from isograd.pipeline.split import ranges
@@ -83,22 +84,21 @@ class Block(nn.Module):
         mesh: Mesh,
         rotary: Rotary | None,
         key: Key,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
+        made: FactoryKwargs,
     ) -> None:
         super().__init__()
         out_std = config.init_std / (2 * config.layers) ** 0.5  # the residual sum keeps its scale at any depth
-        norm = partial(norm_of(config), config.hidden, mesh, eps=config.norm_eps, dtype=dtype, device=device)
+        norm = partial(norm_of(config), config.hidden, mesh, eps=config.norm_eps, **made)
         self.mesh, self.drop, self.parallel = mesh, config.dropout, config.parallel_residual
         self.norm1 = norm()
         self.attention = Attention(
             config, mesh, key=key.fold("attention"), window=config.window_of(number), rotary=rotary, out_std=out_std,
-            dtype=dtype, device=device,
+            **made,
         )  # fmt: skip
         self.norm2 = norm()
         about: dict[str, Any] = {
             "activation": config.activation, "gated": config.gated, "std": config.init_std, "out_std": out_std,
-            "dtype": dtype, "device": device,
+            **made,
         }  # fmt: skip
         self.mlp: MLP | MoE
         if config.experts is not None and config.experts.in_layer(number):
@@ -140,8 +140,7 @@ class Transformer(nn.Module):
         seed: int = 0,
         split: Sequence[int] | None = None,
         ignore_index: int = IGNORE,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         """Weights are a function of (seed, name, global index): the same model under every layout.
 
@@ -161,7 +160,6 @@ class Transformer(nn.Module):
         self.ignore_index = ignore_index
         self._compared = False  # whether the ranks of a cp group have once compared the sequences they were given
         key = rng.key(seed, "transformer")
-        made: dict[str, Any] = {"dtype": dtype, "device": device}
         learned = config.positions == "learned"
         self.rotary = None if learned else Rotary(config.rotary_dims, config.rope_theta, config.rope_scaling)
         std = config.init_std
@@ -179,7 +177,7 @@ class Transformer(nn.Module):
             )
         self.blocks = nn.ModuleList()
         for number in (number for stage in mine for number in self.parts[stage]):
-            block = Block(config, number, mesh, self.rotary, key.fold("block", number), dtype, device)
+            block = Block(config, number, mesh, self.rotary, key.fold("block", number), made)
             self.blocks.add_module(str(number), block)  # the number it has on one device
         if last:
             self.norm = norm_of(config)(config.hidden, mesh, eps=config.norm_eps, **made)

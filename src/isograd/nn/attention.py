@@ -14,7 +14,7 @@ together. Contracts do not change: cp is a data axis, over which every gradient 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from isograd.core.rng import Key
 from isograd.errors import ModelError
 from isograd.nn.linear import ColumnLinear, RowLinear
 from isograd.nn.norm import RMSNorm
+from isograd.nn.parameter import FactoryKwargs
 from isograd.nn.rotary import Rotary
 from isograd.nn.stream import Stream, gather_tokens
 from isograd.sequence import whole
@@ -96,8 +97,7 @@ class Attention(nn.Module):
         window: int | None = None,
         rotary: Rotary | None = None,
         out_std: float | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         """window: how many tokens each sees, itself included; None: all before it. out_std: of the output projection's
         first values; None: that of the others."""
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         start, stop = sequence.heads_here(self.heads, self.kv_heads, mesh)  # of this tp rank's, while attending
         self.attending = range(mesh.index("tp") * self.heads + start, mesh.index("tp") * self.heads + stop)
         shard, partial_over = _kv_shard(kv_heads, head_dim, tp)
-        hidden, made = config.hidden, {"dtype": dtype, "device": device}
+        hidden = config.hidden
         same: dict[str, Any] = {"bias": config.qkv_bias, "std": config.init_std, **made}
         self.q = ColumnLinear(hidden, heads * head_dim, mesh, key=key.fold("q"), **same)
         kv = {**same, "shard": shard, "partial_over": partial_over}
