@@ -267,11 +267,11 @@ def table(best: list[Candidate]) -> str:
         f"    {'layout':<{wide}}{'micro':>6} {'recompute':>9} {'GB':>6} {'step s':>8}  {'90 of 100':<15} {'MFU':>5}"
         + "".join(f"{name:>10}" for name in names)
     ]
-    for number, one in enumerate(best, 1):
+    for place, one in enumerate(best, 1):
         step = one.step
         between = f"{_seconds(step.low)} to {_seconds(step.high)}"
         lines.append(
-            f"{number:>3} {one.layout!s:<{wide}}{one.work.micro_batches:>6} {one.work.recompute:>9} "
+            f"{place:>3} {one.layout!s:<{wide}}{one.work.micro_batches:>6} {one.work.recompute:>9} "
             f"{one.memory.total / 1e9:>6.1f} {_seconds(step.seconds):>8}  {between:<15} {step.mfu:>5.1%}"
             + "".join(f"{step.parts[name]:>10.2f}" for name in names)
         )
@@ -283,7 +283,7 @@ def tight(best: list[Candidate], device: Machine) -> str:
     from isograd.plan.memory import TIGHT
 
     room = _room(device)
-    found = [str(number) for number, one in enumerate(best, 1) if TIGHT * room < one.memory.total <= room]
+    found = [str(place) for place, one in enumerate(best, 1) if TIGHT * room < one.memory.total <= room]
     if not found:
         return ""
     return (

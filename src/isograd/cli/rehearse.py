@@ -155,12 +155,12 @@ def table(ranks: list[RehearsedRank], layout: Layout) -> str:
     from isograd.plan.rehearse import kinds
 
     lines = [f"{layout!s}: {layout.world_size} ranks"]
-    for number, kind in enumerate(kinds(ranks), 1):
+    for which, kind in enumerate(kinds(ranks), 1):
         one = max(kind, key=lambda rank: sum(entry.bytes for entry in rank.step))
         first = max(kind, key=lambda rank: sum(entry.bytes for entry in rank.entries[: rank.start]))
         most, left = one.peak.most, one.peak.left[GRADIENTS]
         lines += [
-            f"\nkind {number}: {kind[0].where}" + (f" and {len(kind) - 1} more" if len(kind) > 1 else ""),
+            f"\nkind {which}: {kind[0].where}" + (f" and {len(kind) - 1} more" if len(kind) > 1 else ""),
             f"  holds     between steps: parameters {_size(one.parameters)}, gradients {_size(left)}, "
             f"states {_size(one.states)}",
             f"            in a step at most: gradients {_size(most[GRADIENTS])}, on their way {_size(most[FLIGHTS])}",

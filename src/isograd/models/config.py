@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from isograd.errors import ConfigError, did_you_mean
+from isograd.nn.attention import AttentionConfig
 from isograd.nn.rotary import RotaryScaling
 from isograd.nn.routing import ExpertOptions
 from isograd.pipeline.split import balanced
@@ -24,18 +25,13 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
-    """Every option of the decoder. Values that contradict each other are refused, all at once."""
+class TransformerConfig(AttentionConfig):
+    """Every option of the decoder, those of its attention included. Values that contradict each other are refused."""
 
     vocab: int
-    hidden: int
     layers: int
-    heads: int
     mlp: int  # inner features, in layers without experts
-    kv_heads: int | None = None  # None: as many as heads
-    head_dim: int | None = None  # None: hidden / heads
     norm: str = "rms"  # "rms" | "layer"
-    norm_eps: float = 1e-6
     activation: str = "silu"  # "silu" | "gelu" | "gelu_tanh" | "relu"
     gated: bool = True
     positions: str = "rotary"  # "rotary" | "learned"
@@ -43,19 +39,14 @@ class TransformerConfig:
     rope_scaling: RotaryScaling | None = None
     rotary_fraction: float = 1.0  # of a head's features that turn
     max_positions: int = 2048
-    qkv_bias: bool = False
-    out_bias: bool = False
     mlp_bias: bool = False
     parallel_residual: bool = False
-    qk_norm: bool = False  # of each head
     tied: bool = False
     score: bool = False  # the head gives one number for each token in place of logits: a reward model
     pad_token: int | None = None  # a token whose lookup gives the embedding no gradient
     sliding_window: int | None = None  # how many tokens each sees, itself included
     full_layers: tuple[int, ...] = ()  # layers without the window, counted from 0
     dropout: float = 0.0
-    attention_dropout: float = 0.0
-    init_std: float = 0.02
     experts: ExpertOptions | None = None  # in place of the feed-forward layer; None: in no layer
 
     def __post_init__(self) -> None:

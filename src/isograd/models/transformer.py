@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack, overload
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -232,20 +232,6 @@ class Transformer(nn.Module):
                 block.compile(backend=backend)
         return left
 
-    @overload
-    def forward(self, tokens: Tensor, labels: None = None, *, documents: Tensor | None = None) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        *,
-        key: Key | None = None,
-        samples: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
     def forward(
         self,
         tokens: Tensor,
@@ -257,7 +243,7 @@ class Transformer(nn.Module):
         stage: int | None = None,
         passed: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Any:
         """tokens [b, s] of this dp rank. With labels [b, s]: (mean loss, count); without: logits [b, s, vocab].
 
         Dropout needs `key`, new in every micro-batch and step, and `samples`, the global ids [b] of the sequences.
@@ -277,28 +263,8 @@ class Transformer(nn.Module):
             assert self.head is not None
             x, _, _ = self._through(0, None, tokens, None, key=None, samples=None, documents=None, cache=cache)
             return self.head.logits(x.view(*tokens.shape, -1)[:, -1])
-        result: Tensor | tuple[Tensor, Tensor]
-        result = self._piece(stage or 0, passed, tokens, labels, key=key, samples=samples, documents=documents)
-        return result
-
-    @property
-    def chunks(self) -> dict[int, Callable[[Any, Any], Any]]:
-        """This rank's stages by number, as functions of (what the previous stage passed on, micro-batch)."""
-        return pieces(self, self.mesh)
-
-    def _piece(
-        self,
-        stage: int,
-        x: Tensor | None,
-        tokens: Tensor,
-        labels: Tensor | None = None,
-        *,
-        key: Key | None = None,
-        samples: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Any:
-        """Run one stage, from the tokens or from the stream x that the previous stage passed on."""
-        x, stream, terms = self._through(stage, x, tokens, labels, key=key, samples=samples, documents=documents)
+        stage = stage or 0
+        x, stream, terms = self._through(stage, passed, tokens, labels, key=key, samples=samples, documents=documents)
         if stage < len(self.parts) - 1:
             return (x, Terms(**terms)) if terms else x
         assert stream.places is not None
@@ -308,6 +274,11 @@ class Transformer(nn.Module):
         head = self.score or self.head
         assert head is not None
         return gather_whole(head.logits(x).view(stream.batch, stream.length, -1), self.mesh, stream.places)
+
+    @property
+    def chunks(self) -> dict[int, Callable[[Any, Any], Any]]:
+        """This rank's stages by number, as functions of (what the previous stage passed on, micro-batch)."""
+        return pieces(self, self.mesh)
 
     def _loss(self, x: Tensor, labels: Tensor, tokens: Tensor, documents: Tensor | None) -> Any:
         """(mean, count) of this rank's labels, from the last norm's output; tokens, documents: of whole rows."""

@@ -13,8 +13,9 @@ together. Contracts do not change: cp is a data axis, over which every gradient 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -41,48 +42,20 @@ def workable_tp(heads: int, kv_heads: int, wanted: int) -> int:
     return min(fits, key=lambda t: (abs(t - wanted), t))
 
 
-class AttentionConfig(Protocol):
-    """What attention reads of a model's config, such as TransformerConfig."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """What attention reads of a model's config: models.TransformerConfig adds the rest."""
 
-    @property
-    def hidden(self) -> int:
-        """The width of the stream."""
-
-    @property
-    def heads(self) -> int:
-        """Of queries."""
-
-    @property
-    def kv_heads(self) -> int | None:
-        """Of keys and values; None: as many as of queries."""
-
-    @property
-    def head_dim(self) -> int | None:
-        """None: hidden / heads."""
-
-    @property
-    def qkv_bias(self) -> bool:
-        """Of queries, keys and values."""
-
-    @property
-    def out_bias(self) -> bool:
-        """Of the output map."""
-
-    @property
-    def qk_norm(self) -> bool:
-        """Whether each head's queries and keys are normed."""
-
-    @property
-    def norm_eps(self) -> float:
-        """Of these norms."""
-
-    @property
-    def attention_dropout(self) -> float:
-        """Of the weights of attention."""
-
-    @property
-    def init_std(self) -> float:
-        """Of the initial weights."""
+    hidden: int  # the width of the stream
+    heads: int  # of queries
+    kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: hidden / heads
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False  # of each head
+    norm_eps: float = 1e-6
+    attention_dropout: float = 0.0
+    init_std: float = 0.02
 
 
 class Attention(nn.Module):
