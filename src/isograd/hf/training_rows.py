@@ -23,6 +23,8 @@ from isograd.errors import ModelError, headline
 from isograd.hf.dependency_probe import tiny_model
 from isograd.hf.force_fp64 import ForceFP64
 from isograd.hf.losses import CAUSAL, library_of, shard
+from isograd.hf.stages import put_in_front
+from isograd.hf.tensor_parallel import dropouts
 from isograd.sequence import document_starts
 
 SAME = 1e-9  # of logits in fp64, relative to the largest
@@ -62,11 +64,9 @@ class TrainingRows(nn.Module):
 
 
 def takes_rows(model: Any, mesh: Mesh, kind: type[nn.Module] = TrainingRows) -> None:
-    """Put `kind` in front of the class of a model of `ig.hf.load`. Its name stays, which exports write."""
-    library = type(model)
-    names = {"__module__": library.__module__, "__qualname__": library.__qualname__}
-    model.__class__ = type(library.__name__, (kind, library), names)
-    model._isograd_mesh, model._isograd_draws = mesh, _draws(model)
+    """Put `kind` in front of the class of a model of `ig.hf.load`."""
+    put_in_front(model, kind)
+    model._isograd_mesh, model._isograd_draws = mesh, any(map(dropouts, model.modules()))
 
 
 def library_rows(tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> dict[str, Tensor]:
@@ -119,16 +119,6 @@ def running(model: Any, key: Key | None, samples: Tensor | None) -> Iterator[Non
         if model.dtype == torch.float64:
             stack.enter_context(ForceFP64())
         yield
-
-
-def _draws(model: Any) -> bool:
-    """Whether a module of the model has dropout: its own, or that of its attention."""
-    return any(
-        isinstance(value, float) and value > 0
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if "dropout" in name or (name == "p" and "Dropout" in type(module).__name__)
-    )
 
 
 def refuse_other_losses(config: Any, mesh: Mesh) -> None:
