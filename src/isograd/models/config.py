@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from isograd.errors import ConfigError, did_you_mean
@@ -85,7 +86,7 @@ class TransformerConfig(AttentionConfig):
         problems += [
             f"{n} must be in [0, 1)" for n in ("dropout", "attention_dropout") if not 0 <= getattr(self, n) < 1
         ]
-        if self.experts is not None and not any(self.experts.in_layer(n) for n in range(min(self.layers, MOST_LAYERS))):
+        if self.experts is not None and not any(map(self.has_experts, range(min(self.layers, MOST_LAYERS)))):
             problems.append(
                 f"no layer has experts: every {self.experts.every} after the first {self.experts.dense_first} of "
                 f"{self.layers} layers"
@@ -120,6 +121,16 @@ class TransformerConfig(AttentionConfig):
     def window_of(self, layer: int) -> int | None:
         """How many tokens a token sees in this layer; None: all before it."""
         return None if layer in self.full_layers else self.sliding_window
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward part of this layer is made of experts."""
+        return self.experts is not None and self.experts.in_layer(layer)
+
+    def width_per_token(self, layer: int) -> int:
+        """Inner features of this layer's feed-forward part that one token uses."""
+        if self.experts is None or not self.experts.in_layer(layer):
+            return self.mlp
+        return self.experts.per_token * self.experts.width + self.experts.shared
 
     def with_layers(self, layers: int) -> TransformerConfig:
         """The same with this many layers, which keep a layer of each kind where they are enough."""
@@ -206,13 +217,12 @@ def preset(name: str) -> TransformerConfig:
     return TransformerConfig(**PRESETS[name])
 
 
-def split_by_cost(config: TransformerConfig, stages: int, ranks: int) -> tuple[int, ...]:
-    """A split by the cost of matrix products in blocks and head; looking up an embedding costs almost nothing."""
+@lru_cache(maxsize=4096)
+def split_by_cost(config: TransformerConfig, stages: int, ranks: int, even: bool = False) -> tuple[int, ...]:
+    """A split by the cost of matrix products in blocks and head; looking up an embedding costs almost nothing. `even`:
+    the head, too, counts for nothing."""
     head_dim, kv_heads = config.head_dim or config.hidden // config.heads, config.kv_heads or config.heads
     attention = config.hidden * head_dim * 2 * (config.heads + kv_heads)
-    experts, costs = config.experts, []
-    for number in range(config.layers):
-        sparse = experts is not None and experts.in_layer(number)
-        inner = experts.per_token * experts.width + experts.shared if experts is not None and sparse else config.mlp
-        costs.append(float(attention + config.hidden * inner * (3 if config.gated else 2)))
-    return balanced(costs, stages, last=float(config.hidden * config.vocab), ranks=ranks)
+    inner = [config.width_per_token(number) for number in range(config.layers)]
+    costs = [float(attention + config.hidden * n * (3 if config.gated else 2)) for n in inner]
+    return balanced(costs, stages, last=0.0 if even else float(config.hidden * config.vocab), ranks=ranks)

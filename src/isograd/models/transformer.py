@@ -101,7 +101,7 @@ class Block(nn.Module):
             **made,
         }  # fmt: skip
         self.mlp: MLP | MoE
-        if config.experts is not None and config.experts.in_layer(number):
+        if config.experts is not None and config.has_experts(number):
             name = f"blocks.{number}.mlp"
             self.mlp = MoE(config.hidden, config.experts, mesh, key=key.fold("mlp"), name=name, **about)
         else:
