@@ -20,7 +20,7 @@ from torch.utils import _pytree as tree
 
 from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
-from isograd.hf.force_fp64 import ForceFP64
+from isograd.hf.force_fp64 import ForceFP64, undisturbed
 from isograd.hf.losses import shard
 from isograd.hf.small_config import VOCAB, small
 from isograd.hf.sub_configs import parts_of, text_of
@@ -51,13 +51,8 @@ def tiny_model(library: Any, config: Any) -> Iterator[Any]:
     tiny = small(config, 1)
     for part in (tiny, *parts_of(tiny).values()):
         part._experts_implementation = "eager"  # the class's own; grouped products of matrices have no fp64
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), ForceFP64():
-            yield library._from_config(copy.deepcopy(tiny), dtype=torch.float64).double().train()
-    finally:
-        torch.set_default_dtype(before)
+    with undisturbed(), ForceFP64():
+        yield library._from_config(copy.deepcopy(tiny), dtype=torch.float64).double().train()
 
 
 def list_of_layers(model: Any) -> str:

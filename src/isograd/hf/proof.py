@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ from isograd.engine import Engine
 from isograd.errors import IsogradError, ModelError, headline
 from isograd.hf.adapters import smaller
 from isograd.hf.build import build
-from isograd.hf.force_fp64 import ForceFP64, in_fp64
+from isograd.hf.force_fp64 import ForceFP64, in_fp64, undisturbed
 from isograd.hf.losses import IGNORE, MASKED, SEQ2SEQ, BatchPart, library_of, mean_of_labels, shard
 from isograd.hf.small_config import VOCAB, small
 from isograd.hf.stages import refuse_shared_keys
@@ -94,7 +93,7 @@ def compare(config: Any, mesh: Mesh, adapter: Any = None, base_bits: int | None 
         part._experts_implementation = "eager"  # the class's own; grouped products of matrices have no fp64
     _, loss = library_of(config, mesh.describe_rank())
     built = partial(_built, tiny, adapter=smaller(adapter), base_bits=base_bits)
-    with _undisturbed():
+    with undisturbed():
         model = _tried("cannot be cut", lambda: built(mesh), mesh)
         held = share_held(model, mesh)
         truth = _tried("does not run on one device", lambda: _one_device(built, mesh, loss), mesh)
@@ -227,15 +226,3 @@ def _tried(what: str, do: Any, mesh: Mesh, steps: bool = False) -> Any:
         raise
     except Exception as error:
         raise spelled(error) from error
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """The program's random numbers and default dtype stay as they are."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)

@@ -44,13 +44,19 @@ def cut_into_stages(model: Any, mesh: Mesh, survey: Dependencies, loss: str) -> 
     parts = ranges(balanced(costs, stages, last=last, ranks=mesh.layout.pp), stages, len(layers))
     _declare_ties(model, mesh, survey, parts)
     flow = _Flow(mesh, survey.layers, parts, survey.output, loss)
+    own = {number for part in parts[mesh.index("pp") :: mesh.layout.pp] for number in part}
     for number, layer in enumerate(layers):
-        if number not in flow.own_layers:
+        if number not in own:
             layers[number] = _Elsewhere(layer, flow)
+    put_in_front(model, _Staged)
+    model._isograd_flow = flow
+
+
+def put_in_front(model: Any, kind: type[nn.Module]) -> None:
+    """Put `kind` in front of the library's class of a model. Its name stays, which exports write."""
     library = type(model)
     names = {"__module__": library.__module__, "__qualname__": library.__qualname__}
-    model.__class__ = type(library.__name__, (_Staged, library), names)
-    model._isograd_flow = flow
+    model.__class__ = type(library.__name__, (kind, library), names)
 
 
 def refuse_crossing(name: str, crossing: list[str], mesh: Mesh) -> None:
@@ -121,12 +127,6 @@ class _Flow:
     output: Any  # the form of a layer's output and its leaves, the class Tensor in the place of each tensor
     loss: str
     arrived: Any = None
-
-    @property
-    def own_layers(self) -> set[int]:
-        """The layers of this rank's stages."""
-        place, pp = self.mesh.index("pp"), self.mesh.layout.pp
-        return {number for part in self.parts[place::pp] for number in part}
 
     @contextmanager
     def through(self, model: nn.Module, stage: int, passed: Any) -> Iterator[None]:
