@@ -1,4 +1,5 @@
-"""TRL's SFTTrainer and DPOTrainer under cp and tp: gradients by name, in fp64, those of plain torch on one device.
+"""TRL's SFTTrainer and DPOTrainer under cp, tp, ep and pp: gradients by name, in fp64, those of plain torch on one
+device.
 
 Answers are of very different lengths, the last tokens do not divide, and a step has one or three micro-batches.
 """
@@ -17,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import isograd as ig
-from isograd.comm import raw
 from isograd.hf.force_fp64 import ForceFP64
 
 from . import test_cut_sequences as cut
@@ -55,8 +55,8 @@ def rows(kind: str, steps: int) -> Any:
     return Dataset(InMemoryTable.from_pylist(made), fingerprint=kind)  # without one it pickles the table
 
 
-def reference() -> Any:
-    model = cut.model()
+def reference(family: str) -> Any:
+    model = cut.model(family)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -65,9 +65,9 @@ def reference() -> Any:
 
 
 @lru_cache
-def one_device(kind: str, steps: int) -> dict[str, Tensor]:
+def one_device(kind: str, steps: int, family: str) -> dict[str, Tensor]:
     """Row by row, without padding: the mean over all answers' tokens, or -log sigmoid of each pair's margin."""
-    policy, before = cut.model(), reference()
+    policy, before = cut.model(family), reference(family)
 
     def log_probs(model: Any, prompt: list[int], said: list[int]) -> Tensor:
         logits = model(torch.tensor([prompt + said]), use_cache=False).logits[0, PROMPT - 1 : -1]
@@ -90,7 +90,7 @@ def one_device(kind: str, steps: int) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in policy.named_parameters()} | {"loss": (total / count).detach()}
 
 
-def trained(kind: str, layout: str, accumulation: int) -> dict[str, Any]:
+def trained(kind: str, layout: str, accumulation: int, family: str) -> dict[str, Any]:
     """One step of TRL's own loop: gradients by name, as a callback sees them, and the loss that it logs."""
     import trl
     from transformers import TrainerCallback
@@ -99,26 +99,42 @@ def trained(kind: str, layout: str, accumulation: int) -> dict[str, Any]:
         prepared = {"_prepare_dataset": lambda self, given, *_, **__: given}
         made = ig.integrations.trainer(type(f"Own{kind}Trainer", (getattr(trl, f"{kind}Trainer"),), prepared), layout)
         options: dict[str, Any] = {"max_steps": 1, "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0}
-        options |= {"per_device_train_batch_size": PAIRS if kind == "DPO" else 1, "logging_steps": 1, "seed": 1}
+        micro = PAIRS if kind == "DPO" else 1
+        options |= {"per_device_train_batch_size": micro, "per_device_eval_batch_size": micro, "learning_rate": 0.0}
+        options |= {"logging_steps": 1, "seed": 1}
         options |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
         options |= {"save_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False}
         options |= {"beta": BETA} if kind == "DPO" else {}
+        options |= {"router_aux_loss_coef": 0.0} if family == "qwen3_moe" else {}
         seen: dict[str, Any] = {}
 
         class Looks(TrainerCallback):  # type: ignore[misc]
             def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
                 seen.update({name: g.clone() for name, g in found.engine.grads().items()})
 
-        data = raw.world()[1] // 2
-        given = cut.model()
-        more = {"ref_model": copy.deepcopy(reference())} if kind == "DPO" else {}
+        given = cut.model(family)
+        more = {"ref_model": copy.deepcopy(reference(family))} if kind == "DPO" else {}
+        data = rows_of(layout)
         found = made(
             given, args=getattr(trl, f"{kind}Config")(folder, **options), train_dataset=rows(kind, data * accumulation),
-            processing_class=tokenizer(), callbacks=[Looks()], **more,
+            eval_dataset=rows(kind, data), processing_class=tokenizer(), callbacks=[Looks()], **more,
         )  # fmt: skip
         with ForceFP64(), ForceFP64InBackward():
             found.train()
-        return seen | {"loss": torch.tensor(found.state.log_history[0]["loss"])}
+            evaluated = found.evaluate()["eval_loss"]
+        logged = found.state.log_history[0]
+        return seen | {"loss": torch.tensor(logged["loss"]), "logged": logged, "evaluated": evaluated}
+
+
+def tokens_of(kind: str, steps: int) -> int:
+    """Of all rows; of a pair those of both."""
+    both = [("input_ids",)] if kind == "SFT" else [("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")]
+    return sum(len(row[name]) for row in rows(kind, steps) for names in both for name in names)
+
+
+def rows_of(layout: str) -> int:
+    """How many ranks of dp a layout has."""
+    return int(next((word[2:] for word in layout.split() if word.startswith("dp")), 1))
 
 
 def tokenizer() -> Any:
@@ -127,26 +143,43 @@ def tokenizer() -> Any:
     return tokenizer()
 
 
-def same(found: dict[str, Any], kind: str, steps: int) -> None:
-    for name, true in one_device(kind, steps).items():
+def same(found: dict[str, Any], kind: str, steps: int, family: str) -> None:
+    for name, true in one_device(kind, steps, family).items():
         error = (found[name].double() - true).abs().max() / true.abs().max()
         assert float(error) < (1e-4 if name == "loss" else 1e-9), (name, float(error))  # the Trainer logs fp32
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 @pytest.mark.parametrize(
-    ("ranks", "layout", "accumulation"),
+    ("ranks", "layout", "accumulation", "family"),
     [
-        (2, "cp2 ulysses zero1", 3),
-        (2, "cp2 ring zero3", 1),
-        (2, "tp2", 1),
-        (2, "tp2 sp zero3", 3),
-        pytest.param(4, "dp2 cp2 ring zero2", 3, marks=pytest.mark.slow),
-        pytest.param(4, "dp2 tp2 sp zero2", 3, marks=pytest.mark.slow),
+        (2, "cp2 ulysses zero1", 3, "llama"),
+        (2, "cp2 ring zero3", 1, "llama"),
+        (2, "tp2", 1, "llama"),
+        (2, "tp2 sp zero3", 3, "llama"),
+        (2, "dp2 ep2", 1, "qwen3_moe"),
+        (2, "dp2 ep2 zero3", 3, "qwen3_moe"),
+        (2, "pp2 1f1b", 3, "llama"),
+        (2, "pp2 zb zero1", 1, "llama"),
+        pytest.param(4, "dp2 cp2 ring zero2", 3, "llama", marks=pytest.mark.slow),
+        pytest.param(4, "dp2 tp2 sp zero2", 3, "llama", marks=pytest.mark.slow),
+        pytest.param(4, "dp2 tp2 ep4 zero1", 3, "qwen3_moe", marks=pytest.mark.slow),
+        pytest.param(4, "dp2 pp2 1f1b zero2", 3, "llama", marks=pytest.mark.slow),
+        pytest.param(4, "tp2 sp pp2 1f1b", 3, "llama", marks=pytest.mark.slow),
+        pytest.param(4, "cp2 ulysses pp2 1f1b", 3, "llama", marks=pytest.mark.slow),
+        pytest.param(4, "dp2 ep2 pp2 1f1b", 3, "qwen3_moe", marks=pytest.mark.slow),
     ],
 )
 def test_trls_loops_have_the_gradients_of_one_device(
-    worlds, kind: str, ranks: int, layout: str, accumulation: int
+    worlds, kind: str, ranks: int, layout: str, accumulation: int, family: str
 ) -> None:
-    for found in worlds(ranks).run(trained, kind, layout, accumulation):
-        same(found, kind, ranks // 2 * accumulation)
+    every = worlds(ranks).run(trained, kind, layout, accumulation, family)
+    whole = {name: value for found in every for name, value in found.items()}  # under pp each has those of its stage
+    for found in every:
+        same(whole | found, kind, rows_of(layout) * accumulation, family)
+        assert found["logged"]["num_tokens"] == tokens_of(kind, rows_of(layout) * accumulation)
+        for name in ("entropy", "mean_token_accuracy"):  # TRL's own, which the last stage has alone
+            assert found["logged"][name] == pytest.approx(every[0]["logged"][name]), name
+        if "pp2" in layout or rows_of(layout) == 1:  # else the Trainer takes the mean of the ranks' means
+            true = float(one_device(kind, rows_of(layout), family)["loss"])
+            assert found["evaluated"] == pytest.approx(true, rel=1e-6)
