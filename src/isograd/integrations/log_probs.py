@@ -1,4 +1,4 @@
-"""Losses of TRL where ranks share their rows: every rank of a cp or tp group has the log probabilities of whole rows.
+"""Losses of TRL where ranks share their rows or their model: each has the log probabilities of whole rows.
 
 TRL gives a model a forward that makes the log probability of each label by the head's weight, and computes any loss of
 them. Under cp that forward gets this rank's part of the rows, and what it returns is gathered; under tp it gets the
@@ -27,15 +27,17 @@ from isograd.hf.losses import KEYS
 from isograd.integrations.shared_rows import cut_whole_model
 from isograd.pipeline.run import Pipeline
 
-TRAINERS = ("SFTTrainer", "DPOTrainer")  # their losses are of log probabilities alone
+OF_LOG_PROBS, OF_SCORES = ("SFTTrainer", "DPOTrainer"), ("RewardTrainer",)  # what their losses are made of
 OTHER_KEYS = ("use_cache", "fused_lm_head", "output_router_logits")  # of a forward, beside those of a batch
 
 
-def has_loss_of_log_probs(kind: type) -> bool:
-    """Whether the loss of a Trainer class is one of TRL's that is computed from log probabilities."""
+def has_shared_loss(kind: type, mesh: Mesh) -> bool:
+    """Whether the loss of a Trainer class is one of TRL's that all ranks which share rows compute. A score is that of a
+    row's last token, which under cp one of them has."""
     others = (one for one in kind.__mro__ if not one.__module__.startswith("isograd."))
     loss = next((one for one in others if "compute_loss" in vars(one)), object)
-    return loss.__module__.startswith("trl.trainer.") and loss.__name__ in TRAINERS
+    known = OF_LOG_PROBS + (OF_SCORES if mesh.size("cp") == 1 else ())
+    return loss.__module__.startswith("trl.trainer.") and loss.__name__ in known
 
 
 class SharedLoss:
@@ -104,13 +106,15 @@ class SharedLoss:
 
 def _in_stages(model: Any, loss_of: Callable[..., Any]) -> None:
     """TRL's loss of a model in stages, in the place of the library's own."""
-    forward = vars(model).pop("forward")  # the stages' own is the class's
-    model._isograd_flow.loss_of = lambda _, micro: loss_of(forward, micro)
+    given = vars(model).pop("forward", None)  # by TRL; the stages' own is the class's
+    model._isograd_flow.loss_of = lambda library, micro: loss_of(given or library, micro)
 
 
 def _give_forward(model: Any, mesh: Mesh) -> None:
     model = model.get_base_model() if hasattr(model, "peft_config") else model
     given = model.forward
+    if "forward" not in vars(model):  # TRL has given it none: a score has no head of the vocabulary's size
+        return
 
     @functools.wraps(type(model).forward)  # `generate` reads its signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:

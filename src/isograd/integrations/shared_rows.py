@@ -162,7 +162,7 @@ def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, A
     """What a Trainer refuses under cp, tp and pp, and whether it is so: what shifts labels again, and more."""
     args, mesh = trainer.args, trainer.mesh
     loss = next((kind for kind in classes if "compute_loss" in vars(kind)), object)
-    own = not loss.__module__.startswith("transformers.") and not trainer.shares_log_probs
+    own = not loss.__module__.startswith("transformers.") and not trainer.shares_loss
     found = {
         "model_init: give the model": trainer.model_init,
         "compute_loss_func: set model.loss_function, which gets shift_labels": trainer.compute_loss_func,

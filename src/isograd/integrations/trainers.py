@@ -38,7 +38,7 @@ from isograd.errors import EngineError, IntegrationError
 from isograd.hf import attach, shard
 from isograd.hf.export import export_hf
 from isograd.hf.losses import KEYS
-from isograd.integrations.log_probs import SharedLoss, has_loss_of_log_probs
+from isograd.integrations.log_probs import SharedLoss, has_shared_loss
 from isograd.integrations.optimizer import EngineOptimizer, on_shards
 from isograd.integrations.shared_rows import (
     cut_whole_model,
@@ -90,7 +90,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             self.accelerator.prepare_data_loader = self._prepare_data_loader
         if self.mesh.size("cp") > 1 and not hasattr(self.model, "_isograd_attached"):  # ig.hf.load has attached its own
             attach(self.model, self.mesh)
-        self._shared_loss = SharedLoss(self, self.mesh) if self.shares_log_probs else None
+        self._shared_loss = SharedLoss(self, self.mesh) if self.shares_loss else None
         self._micros: list[Any] = []  # of the step under way
         self._waiting: list[Any] = []  # those of them that a pipeline has not run yet
         self._weight: float | Tensor = 0.0  # of the micro-batch under way
@@ -111,9 +111,9 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         return self.mesh.size("cp") * self.mesh.size("tp") * self.mesh.size("pp") > 1
 
     @property
-    def shares_log_probs(self) -> bool:
+    def shares_loss(self) -> bool:
         """Whether the ranks that share rows, or a model, all compute TRL's loss of whole rows."""
-        return (self._shares_rows or cuts_model(self.mesh)) and has_loss_of_log_probs(type(self))
+        return (self._shares_rows or cuts_model(self.mesh)) and has_shared_loss(type(self), self.mesh)
 
     @property
     def engine(self) -> Engine:
@@ -275,7 +275,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any) -> Any:
         """The Trainer's. Of cut sequences: the loss is the mean over the labels of all parts, and logits are of all."""
         pipelined = self.mesh.size("pp") > 1
-        if not self._shares_rows or (self.shares_log_probs and not pipelined):
+        if not self._shares_rows or (self.shares_loss and not pipelined):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         inputs = self._prepare_inputs(inputs)
         if pipelined:
@@ -311,7 +311,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             return self._training_step_of_stages(inputs)
         self._router_losses = []
         self._routed_tokens = routed_in(inputs) if isinstance(inputs, Mapping) else 0
-        logs = self.shares_log_probs
+        logs = self.shares_loss
         cuts = self._shares_rows and not logs
         if cuts:
             part = shard(self._prepare_inputs(inputs), self.mesh)
