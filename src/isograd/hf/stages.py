@@ -92,6 +92,8 @@ class _Staged(nn.Module):
     def refuse_micro(self, micro: Any) -> None:
         """Raise for a micro-batch that some stage could not run, before any stage of the step runs."""
         flow = self._isograd_flow
+        if flow.loss_of is not None:
+            return
         if isinstance(micro, Mapping) and any(micro.get(name) is not None for name in ("labels", "shift_labels")):
             shard(micro, flow.mesh, flow.loss)
             return
@@ -109,9 +111,11 @@ class _Staged(nn.Module):
         if stage is None or args:
             batch, layout = "{'input_ids': ..., 'labels': ...}", str(flow.mesh.layout)
             raise PipelineError("IG808", where=flow.mesh.describe_rank(), layout=layout, batch=batch)
-        part = shard(micro, flow.mesh, flow.loss)
         with flow.through(self, stage, passed):
             try:
+                if flow.loss_of is not None:
+                    return flow.loss_of(super().forward, micro)
+                part = shard(micro, flow.mesh, flow.loss)
                 return super().forward(**part.inputs).loss, part.weight
             except _Ended as end:
                 return end.outputs
@@ -127,6 +131,8 @@ class _Flow:
     output: Any  # the form of a layer's output and its leaves, the class Tensor in the place of each tensor
     loss: str
     arrived: Any = None
+    # In the place of the library's loss: (its forward, micro-batch) -> (loss, weight). All stages call it.
+    loss_of: Callable[[Callable[..., Any], Mapping[str, Any]], tuple[Any, Any]] | None = None
 
     @contextmanager
     def through(self, model: nn.Module, stage: int, passed: Any) -> Iterator[None]:
