@@ -333,6 +333,21 @@ class ForwardInputs(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Staged(Event):
+    """A gradient came back to what a call of a part of the model made, told before it goes on: digests of what that was
+    given and made. In the step's file stand what the call's backward gives on one device: sums over calls under
+    `one/NAME`, sketches under `stage/CALL/`. `why`: that of the step could not be computed."""
+
+    kind: ClassVar[str] = "staged"
+    call: int  # in this step
+    site: str
+    given: tuple[str, ...] = ()
+    made: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # of its parameters
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Draw(Event):
     """A module drew random numbers: hashes of what went in and came out, and whether a graph was made."""
 

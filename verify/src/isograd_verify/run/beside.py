@@ -18,6 +18,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from isograd_verify.compare.chained import chained
 from isograd_verify.compare.combined import (
     at_once,
     combine,
@@ -34,7 +35,7 @@ from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, 
 from isograd_verify.compare.states import carried, local, moved, moving, step_of
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.clips import bound
-from isograd_verify.record.events import Backward, Lost, Step
+from isograd_verify.record.events import Backward, Lost, Staged, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
@@ -50,6 +51,10 @@ TOGETHER = (
 OWN_TERM = (
     "step 1: given the rows of all ranks in one batch, one device has another term of the loss at {}: it is no mean "
     "over rows (a balance loss, a statistic of a batch), each rank takes it over its own rows, and it is judged so"
+)
+CHAINED = (
+    "one device computed each stage of the pipeline by itself, from what the stage was given: what stages send one "
+    "another is what one device makes"
 )
 MORE_STEPS = "let the program take more steps, or record a run on one device with the same data and compare the two"
 
@@ -74,10 +79,12 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
     try:
         candidate = Recording(directory)
         one = WorldOfOne(candidate, single_rank(command), stall, replay)
-        reference, again = _reference(one)
+        candidate, reference, again = _pair(one)
+        chain = candidate is not one.candidate
         together = bool(reference.about.get("together"))  # then labels may be numbers of rows, and data are known
-        beside = compare(reference, candidate, ignore_data=together)
+        beside = compare(reference, candidate, ignore_data=together or chain)
         beside.findings += [Finding(NOTE, "", TOGETHER)] if together else []
+        beside.findings += [Finding(NOTE, "", CHAINED)] if chain else []
         if beside.verdict != BUG:
             beside.findings += _carried(one, again, beside.errors)
         if beside.verdict == PASS and "1" in reference.about.get("again", {}):
@@ -181,6 +188,21 @@ class WorldOfOne:
             why = re.sub(r"^RuntimeError: | \(feed\.py:\d+\)$", "", str(failed))
             raise NoReference(why, "see docs/verify.md, beside one device")
         return found
+
+
+def _pair(alone: WorldOfOne) -> tuple[Recording, Recording, list[Again]]:
+    """(what is compared, one device's steps, the backwards that were done again for them)."""
+    candidate = alone.candidate
+    try:
+        return candidate, *_reference(alone)
+    except NoReference as error:
+        if not any(record.of(Staged) for record in candidate.ranks):
+            raise
+        try:
+            reference, renamed = chained(candidate)
+        except NoReference as other:
+            raise NoReference(f"{error.why}; and stage by stage: {other.why}", other.fix) from error
+        return renamed, reference, []
 
 
 def _reference(alone: WorldOfOne) -> tuple[Recording, list[Again]]:
