@@ -63,8 +63,7 @@ class _Chain:
         return {int(i): t for i, t in record.group(self.step, f"stage/{call[1]}/{kind}").items()}
 
     def _check(self, call: Call) -> None:
-        """A call makes once more what it made, was given what another made, and got back what those sent that were given
-        what it made."""
+        """A call makes once more what it made, was given what another made, and got back what the next one sends."""
         event, (rank, number) = self.calls[call], call
         own = self.candidate.ranks[rank]
         where = f"the stage that is called at {event.site} on rank {rank}, call {number + 1} of its step,"

@@ -117,6 +117,7 @@ class Collective(Event):
     n: int
     op: str
     group: tuple[int, ...]
+    peer: int = -1  # to which rank a send goes
     dtype: str = ""
     numel: int = 0
     bytes: int = 0

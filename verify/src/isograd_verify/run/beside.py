@@ -35,7 +35,7 @@ from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, 
 from isograd_verify.compare.states import carried, local, moved, moving, step_of
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.clips import bound
-from isograd_verify.record.events import Backward, Lost, Staged, Step
+from isograd_verify.record.events import Backward, Collective, Lost, Staged, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
@@ -193,16 +193,16 @@ class WorldOfOne:
 def _pair(alone: WorldOfOne) -> tuple[Recording, Recording, list[Again]]:
     """(what is compared, one device's steps, the backwards that were done again for them)."""
     candidate = alone.candidate
-    try:
+    if not any(record.of(Staged) for record in candidate.ranks):
         return candidate, *_reference(alone)
-    except NoReference as error:
-        if not any(record.of(Staged) for record in candidate.ranks):
-            raise
-        try:
-            reference, renamed = chained(candidate)
-        except NoReference as other:
-            raise NoReference(f"{error.why}; and stage by stage: {other.why}", other.fix) from error
+    try:
+        reference, renamed = chained(candidate)
         return renamed, reference, []
+    except NoReference as error:
+        try:
+            return candidate, *_reference(alone)
+        except NoReference as other:
+            raise NoReference(f"{error.why}; and in a world of one: {other.why}", error.fix) from other
 
 
 def _reference(alone: WorldOfOne) -> tuple[Recording, list[Again]]:
@@ -226,6 +226,8 @@ def _reference(alone: WorldOfOne) -> tuple[Recording, list[Again]]:
             break
         again += more
         if first is None:
+            if sent := next((e for e in one.ranks[0].of(Collective, 1) if e.op == "send" and e.phase == "other"), None):
+                raise NoReference(f"at {sent.site} a stage of the program sends something to itself", SAME_DATA)
             one_model(one, candidate)
             first, natural = one, saw_the_same(one, candidate)
             if not natural and not any(step == 1 for *_, step in queue):

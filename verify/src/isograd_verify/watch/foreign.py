@@ -294,7 +294,7 @@ def imagined(values: Any) -> bool:
 
 
 def infers_shapes() -> bool:
-    """Whether a schedule of torch's pipelining calls a stage, or the loss, only to learn the shapes of what they make."""
+    """Whether a schedule of torch's pipelining calls a stage, or the loss, to learn shapes and nothing else."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_name.endswith(("_metadata_inference", "_shape_inference")):
         frame = frame.f_back  # type: ignore[assignment]

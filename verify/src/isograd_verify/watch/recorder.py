@@ -126,7 +126,9 @@ class Recorder(Life):
             return "backward"
         return "step" if self.stepping else "forward" if self.stack else "other"
 
-    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str) -> Collective:
+    def collective(
+        self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str, peer: int = -1
+    ) -> Collective:
         """Notes a collective."""
         self.numbers += 1
         self.groups.append(ranks)
@@ -142,7 +144,7 @@ class Recorder(Life):
             self.snapped = False  # the clip came before the sum: gradients are what the sum leaves
         module = self.behind if phase == "backward" else self.stack[-1] if self.stack else ""
         call = Collective(
-            *self.now, n=self.numbers, op=op, group=ranks, dtype=dtype_name(local[0]) if local else "",
+            *self.now, n=self.numbers, op=op, group=ranks, peer=peer, dtype=dtype_name(local[0]) if local else "",
             numel=sum(t.numel() for t in local), bytes=sum(t.numel() * t.element_size() for t in local),
             start=time.time() - self.began, phase=phase, module=module, site=call_site(self.base),
             covers=tuple(sorted(covers)), passed=self.backwards, reduce=reduce, inside=self.in_function > 0,

@@ -136,7 +136,9 @@ class Stages:
         inputs = [t for t in foreign.tensors_in(list(call.given)) if t.is_floating_point()]
         wanted = {f"one/{n}": p for n, p in call.named.items()}
         wanted |= {f"stage/{number}/in/{i}": t for i, t in enumerate(inputs) if t.requires_grad}
-        apart = [float((a - b).detach().norm() / b.norm().clamp_min(1e-30)) for a, b in zip(made, call.made, strict=True)]
+        apart = [
+            float((a - b).detach().norm() / b.norm().clamp_min(1e-30)) for a, b in zip(made, call.made, strict=True)
+        ]
         c.tensors[f"stage/{number}/error"] = torch.tensor(apart)
         back = [made[i] for i in call.back]
         gradients = torch.autograd.grad(back, list(wanted.values()), list(call.back.values()), allow_unused=True)
