@@ -264,6 +264,7 @@ class Carried(Event):
     kind: ClassVar[str] = "carried"
     name: str
     began: str  # its hash when it was first seen
+    own: str  # before the call that used it; then a wrapper may have made it that of rank 0
 
 
 @dataclass(frozen=True, kw_only=True)
