@@ -148,6 +148,12 @@ def test_fsdp1_is_compared_whole_and_its_mean_of_means_is_named(judged: Any, fla
         assert factors == pytest.approx([66 / 4 / n for n in (9, 12, 21, 24)], abs=5e-4)
 
 
+def test_what_a_cut_graph_divides_is_told_as_that_and_nothing_else(judged: Any) -> None:
+    subject = judged(field.open_clip, False)
+    assert said(subject) == [(BUG, "cut-graph")], subject.findings
+    assert "count 0.5 times what they should" in subject.findings[0].sentence
+
+
 def test_a_loss_that_is_a_dtensor_is_compared(judged: Any) -> None:
     subject = judged(field.column_parallel, 96, "loss_parallel")
     assert (subject.verdict, subject.compared) == (PASS, True), subject.findings
