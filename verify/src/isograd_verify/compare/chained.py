@@ -87,6 +87,13 @@ class _Chain:
                 )
 
 
+def piped(candidate: Recording) -> bool:
+    """Whether a part of a model is given on one rank what another rank's part has made."""
+    made = [{digest for event in record.of(Staged) for digest in event.made} for record in candidate.ranks]
+    given = [{digest for event in record.of(Staged) for digest in event.given} for record in candidate.ranks]
+    return any((given[one] - made[one]) & made[other] for one in range(len(given)) for other in range(len(made)))
+
+
 def chained(candidate: Recording) -> tuple[Recording, Recording]:
     """(one device's steps, the candidate's with names of which each is one parameter's)."""
     place = candidate.path / "one"

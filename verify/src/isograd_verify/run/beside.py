@@ -18,7 +18,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from isograd_verify.compare.chained import chained
+from isograd_verify.compare.chained import chained, piped
 from isograd_verify.compare.combined import (
     at_once,
     combine,
@@ -35,7 +35,8 @@ from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, 
 from isograd_verify.compare.states import carried, local, moved, moving, step_of
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.clips import bound
-from isograd_verify.record.events import Backward, Collective, Lost, Staged, Step
+from isograd_verify.judge.consequences import without_consequences
+from isograd_verify.record.events import Backward, Collective, Lost, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
@@ -86,7 +87,8 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
         beside.findings += [Finding(NOTE, "", TOGETHER)] if together else []
         beside.findings += [Finding(NOTE, "", CHAINED)] if chain else []
         if beside.verdict != BUG:
-            beside.findings += _carried(one, again, beside.errors)
+            told = [*beside.findings, *_carried(one, again, beside.errors)]
+            beside.findings = without_consequences(told)
         if beside.verdict == PASS and "1" in reference.about.get("again", {}):
             micros = [fed.micro for fed in again if fed.of == 1 and fed.rank == 0]
             beside.findings += _at_once(one, reference, micros, beside.errors)
@@ -193,7 +195,7 @@ class WorldOfOne:
 def _pair(alone: WorldOfOne) -> tuple[Recording, Recording, list[Again]]:
     """(what is compared, one device's steps, the backwards that were done again for them)."""
     candidate = alone.candidate
-    if not any(record.of(Staged) for record in candidate.ranks):
+    if not piped(candidate):
         return candidate, *_reference(alone)
     try:
         reference, renamed = chained(candidate)
@@ -226,7 +228,7 @@ def _reference(alone: WorldOfOne) -> tuple[Recording, list[Again]]:
             break
         again += more
         if first is None:
-            if sent := next((e for e in one.ranks[0].of(Collective, 1) if e.op == "send" and e.phase == "other"), None):
+            if piped(candidate) and (sent := next((e for e in one.ranks[0].of(Collective, 1) if e.op == "send"), None)):
                 raise NoReference(f"at {sent.site} a stage of the program sends something to itself", SAME_DATA)
             one_model(one, candidate)
             first, natural = one, saw_the_same(one, candidate)

@@ -80,9 +80,12 @@ class Stages:
         call.named = {name: p for name, p in names if isinstance(p, Tensor) and id(p) in own}
         if communicates:
             self.why = f"the stage that is called at {call.site} communicates by itself"
-        if len(call.named) < len(own) or any(isinstance(p, foreign.DTensor) for p in call.named.values()):
-            self.why = f"of a parameter of the stage that is called at {call.site} a rank holds a part"
         call.made = [t for t in foreign.tensors_in(result) if t.requires_grad]
+        every = (*call.named.values(), *call.made, *foreign.tensors_in(list(call.given)))
+        if len(call.named) < len(own) or any(isinstance(t, foreign.DTensor) for t in every):
+            self.why = f"of what the stage that is called at {call.site} holds or is given a rank has a part"
+            self.calls.clear()
+            return
         for number, output in enumerate(call.made):
             arrives = self.capture.guarded(partial(self._arrives, call, number), "stages")
             output.register_hook(unserializable_hook(arrives))
