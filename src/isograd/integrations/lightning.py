@@ -46,6 +46,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     strategy_name = NAME
     optimizers: list[Any]
+    model: Any
 
     def __init__(self, layout: str | None = None, *, elementwise: bool = False, **kwargs: Any) -> None:
         """layout: "dp4 zero3" and the like; left out, dp over all ranks. kwargs: those of Lightning's DDPStrategy that
