@@ -195,9 +195,6 @@ class FakeTransport(Transport):
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """Every rank has what this rank has."""
 
-    def barrier(self) -> None:
-        """Nobody is waited for."""
-
     def gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """A control value of every member; `mine` for each of this stage."""
         me, said, found = self.member, self.member.world.said, list[torch.Tensor]()

@@ -430,10 +430,7 @@ class Engine:
             value = norm.global_norm(squared, *around)
         if whole and self.reproducible:
             value = norm.reproducible_norm(squared, *around)
-        return self._step_totals(table, unused, scale), value, launched
-
-    def _step_totals(self, table: StepStatus, unused: set[str], scale: float) -> StepTotals:
-        return step_status.totals(table, self.step_state.term_weights, unused, self.mesh, scale)
+        return step_status.totals(table, step_state.term_weights, unused, self.mesh, scale), value, launched
 
     @raw.abort_group_on_interrupt()
     def _gather_step_status(

@@ -49,8 +49,8 @@ def tree_sum(values: Sequence[Tensor] | Tensor) -> Tensor:
     if isinstance(values, Tensor):
         while len(values) > 1:
             even = len(values) // 2 * 2
-            pairs = values[:even:2] + values[1:even:2]
-            values = torch.cat((pairs, values[even:])) if even < len(values) else pairs
+            sums = values[:even:2] + values[1:even:2]
+            values = torch.cat((sums, values[even:])) if even < len(values) else sums
         return values[0]
     level = list(values)
     while len(level) > 1:
