@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -187,29 +186,29 @@ def gather_rows(
     group: Group,
     tag: int = 0,
     buffers: Buffers | None = None,
-    alloc: Callable[[], None] = lambda: None,
+    alloc: Sequence[Callable[[], None]] = (),
 ) -> Handle:
     """Start filling full tensors with every owner's rows; mine are given, perhaps in their place already.
 
-    `tag`: on gloo, gathers with different tags never meet. `buffers`: for what lies in between. `alloc`: gives the full
+    `tag`: on gloo, gathers with different tags never meet. `buffers`: for what lies in between. `alloc`: give the full
     tensors their memory, as late as they need it.
     """
+    in_place = group.size == 1 or (packing.is_flat and targets[0].is_contiguous())
+    for give in alloc if in_place else ():
+        give()
     if group.size == 1:
-        alloc()
         for target, mine in zip(targets, rows, strict=True):
             target.copy_(mine.view(target.shape))
         return Handle()
-    in_place = packing.is_flat and targets[0].is_contiguous()
     buffers = buffers or Buffers()
-    if in_place:
-        alloc()
     flat = targets[0].view(-1) if in_place else buffers.take(targets[0], sum(packing.sizes), targets[0].dtype)
     chunk = flat.split(list(packing.sizes))[group.index]
     packing.pack_rows(rows, chunk)
     handle = raw.all_gather_start(flat, chunk, group, packing.sizes, tag)
     if not in_place:
-        unpack = partial(packing.unpack, flat, targets)
-        handle.and_then(alloc).and_then(unpack).and_then(lambda: buffers.give_back(flat))
+        for give in alloc:
+            handle.and_then(give)
+        handle.and_then(lambda: packing.unpack(flat, targets)).and_then(lambda: buffers.give_back(flat))
     return handle
 
 

@@ -73,11 +73,6 @@ class Reducer:
         reduction = reduce_rows(packing, flat, group, tree=self.tree, number=bucket.number)
         self._pending.append((bucket, reduction, None if len(bucket.slots) == 1 else flat))
 
-    def make_room(self) -> None:
-        """A backward has ended on all ranks, and what it has left to send leaves now: on NCCL few buckets at a time."""
-        while self._native and len(self._pending) >= AT_ONCE:
-            self._finish()
-
     def begin_pass(self) -> None:
         """Before a backward that launches: finish what is older than the last such backward, or its last block. A rank
         that it comes from may have gone to the step instead, where all refuse it: this one goes on to meet it there."""

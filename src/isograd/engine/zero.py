@@ -151,8 +151,7 @@ class ShardedOptimizer:
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
         own = [slot for slot in plan.slots if slot not in across]
         self._has_own_memory = [slot for slot in own if _has_own_memory(self.masters[slot.name], self._target(slot))]
-        if units is not None and not offload:
-            self._free_rows()
+        self._free_rows()
         self._collect_edits()
         shards = Shards(self.masters.items(), {slot.name for slot in plan.slots if slot.uncut_matrix})
         self.optimizer = factory(shards)
@@ -304,14 +303,15 @@ class ShardedOptimizer:
         for bucket in self.plan.buckets:
             if slots := [slot for slot in bucket.slots if slot in self._has_own_memory]:
                 _take([self._target(slot) for slot in slots], [self.masters[slot.name] for slot in slots])
-        if self.units is not None and not self.offload:
-            self._free_rows()
+        self._free_rows()
 
-    def _free_rows(self) -> None:
-        """ZeRO 3: half-precision rows are made of their masters as they are gathered."""
-        assert self.units is not None
+    def _free_rows(self) -> bool:
+        """ZeRO 3: half-precision rows are made of their masters as they are gathered. Whether it is so here."""
+        if self.units is None or self.offload:
+            return False
         for slot in self._has_own_memory:
             self.units.params[id(slot.parameter)].free_rows(self.masters[slot.name])
+        return True
 
     @torch.no_grad()
     def _collect_edits(self) -> None:
@@ -327,9 +327,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _write_back(self, reducer: Reducer) -> None:
-        if self.units is not None and not self.offload:
-            self._free_rows()
-        elif self._has_own_memory:
+        if not self._free_rows() and self._has_own_memory:
             masters: list[Tensor] = [self.masters[slot.name] for slot in self._has_own_memory]
             torch._foreach_copy_([self._target(slot) for slot in self._has_own_memory], masters)
         wholes = {slot: self.masters[slot.name].data for slot in self.across.slots if self.across.is_home(slot)}
