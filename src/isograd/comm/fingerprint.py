@@ -78,9 +78,5 @@ def first_unlike(mine: Mapping[str, Tensor], group: Group) -> tuple[int, list[st
 
 def ranks_unlike(mine: Tensor, group: Group) -> list[int]:
     """The global ranks of the members whose tensor differs from mine; the shape must be the same on all."""
-    others = raw.gather_list(mine, group)
-    return [
-        rank
-        for rank, other in zip(group.ranks, others, strict=True)
-        if other is not mine and not torch.equal(other, mine)
-    ]
+    others = zip(group.ranks, raw.gather_list(mine, group), strict=True)
+    return [rank for rank, other in others if not torch.equal(other, mine)]

@@ -72,12 +72,13 @@ class Packing:
         return flat
 
     def pack_rows(self, rows: Sequence[Tensor], chunk: Tensor) -> None:
-        """My rows into my chunk, where they may be already."""
-        parts = []
-        for mine, length in zip(rows, self._lengths, strict=True):
-            flat = mine.reshape(-1)
-            parts.append(functional.pad(flat, (0, length - flat.numel())) if flat.numel() < length else flat)
-        _join(parts, chunk)
+        """My rows into my chunk, where they may be already, from wherever they lie and in whatever dtype they are."""
+        moved = [(p, mine) for p, mine in zip(self.rows(chunk), rows, strict=True) if p.data_ptr() != mine.data_ptr()]
+        if rows[0].device == chunk.device and moved:
+            torch._foreach_copy_([place for place, _ in moved], [mine for _, mine in moved])
+            return
+        for place, mine in moved:
+            place.copy_(mine, non_blocking=True)
 
     def rows(self, chunk: Tensor, owner: int | None = None) -> list[Tensor]:
         """The owner's rows (mine when left out) in its chunk, as views."""
@@ -86,7 +87,8 @@ class Packing:
         parts = chunk.split(self._lengths)
         for part, slot, shape, width in zip(parts, self.slots, self._shapes, self._widths, strict=True):
             count = slot.cuts[owner + 1] - slot.cuts[owner]
-            found.append(part[: count * width].view(count, *shape[1:]))
+            whole = part.numel() == count * width  # each view takes the host a while
+            found.append((part if whole else part[: count * width]).view(count, *shape[1:]))
         return found
 
     def unpack(self, flat: Tensor, targets: Sequence[Tensor]) -> None:
@@ -125,10 +127,6 @@ class WholeMatrices(Packing):
         """Full matrices as one flat tensor."""
         flat = buffers.take(tensors[0], sum(self.sizes), self.slots[0].dtype)
         return torch.cat([tensors[i].reshape(-1) for i in self._order], out=flat)
-
-    def pack_rows(self, rows: Sequence[Tensor], chunk: Tensor) -> None:
-        """Mine into my chunk; of the others I have no row."""
-        _join([rows[i].reshape(-1) for i in self._order], chunk)
 
     def rows(self, chunk: Tensor, owner: int | None = None) -> list[Tensor]:
         """The owner's matrices, as views, and no row of the others."""
@@ -210,14 +208,6 @@ def gather_rows(
             handle.and_then(give)
         handle.and_then(lambda: packing.unpack(flat, targets)).and_then(lambda: buffers.give_back(flat))
     return handle
-
-
-def _join(parts: Sequence[Tensor], chunk: Tensor) -> None:
-    """Flat tensors side by side, from wherever they lie and in whatever dtype they are."""
-    if len(parts) > 1 and parts[0].device == chunk.device:
-        torch._foreach_copy_(chunk.split([part.numel() for part in parts]), list(parts))
-    elif len(parts) > 1 or parts[0].data_ptr() != chunk.data_ptr():
-        chunk.copy_(torch.cat(list(parts)) if len(parts) > 1 else parts[0], non_blocking=True)
 
 
 def packing_of(slots: Sequence[Slot]) -> Packing:
