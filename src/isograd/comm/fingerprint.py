@@ -33,10 +33,8 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     lengths = [len(each) for each in sums]
     places = torch.arange(max(lengths), device=sums[0].device) * _MIX
     mixed = torch.cat(sums) + torch.cat([places[:length] for length in lengths])
-    for shift in (32, 29):
-        mixed = (
-            mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))
-        ) * _MIX  # as splitmix64: no two values have one result
+    for shift in (32, 29):  # as splitmix64: no two values have one result
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * _MIX
     return torch.stack([m.sum() + _shape(t) for m, t in zip(mixed.split(lengths), tensors, strict=True)])
 
 

@@ -307,10 +307,8 @@ def start_method(preload: Iterable[str] = ()) -> tuple[Any, bool]:
     a __main__ that no other process can import; there, ranks are forked from the notebook itself.
     """
     main_module = sys.modules["__main__"]
-    if (
-        not os.path.exists(getattr(main_module, "__file__", None) or "")
-        and getattr(main_module, "__spec__", None) is None
-    ):
+    has_file = os.path.exists(getattr(main_module, "__file__", None) or "")
+    if not has_file and getattr(main_module, "__spec__", None) is None:
         return mp.get_context("fork"), True
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["isograd.comm.worker", *preload])
