@@ -107,6 +107,14 @@ def test_diff_names_tensors_rows_and_how_far_they_are_apart(saved: Path, capsys)
     assert lines[2] == "2 differences"
 
 
+def test_diff_of_a_damaged_file_says_which(saved: Path, tmp_path: Path, capsys) -> None:
+    cut = Path(shutil.copytree(saved / "step-00000002", tmp_path / "step-00000002"))
+    file = min(cut.glob("rank-*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-8])
+    code, said = run(capsys, "diff", cut, saved / "step-00000001")
+    assert code == 2 and "IG936" in said and file.name in said
+
+
 def test_diff_tells_models_and_steps_apart(saved: Path, tmp_path: Path, capsys) -> None:
     engine = toys.engine_of("1", "qwen", dtype=torch.float64)
     with CheckpointManager(tmp_path, engine) as keeper:

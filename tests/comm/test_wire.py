@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from isograd.comm.wire import sent_by_me, sent_on_loopback
+from benchmarks.seat import sent_on_loopback
+from isograd.comm.wire import sent_by_me
 
 SENT = 12_345
 

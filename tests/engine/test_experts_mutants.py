@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -63,10 +63,11 @@ def equal_replicas(original: Any, model: Any, table: ContractTable, mesh: Mesh) 
     original(model, as_if_dense(table), mesh)
 
 
-def no_rows(*_: Any, alloc: Callable[[], None] = lambda: None, **__: Any) -> Any:
+def no_rows(*_: Any, alloc: Sequence[Callable[[], None]] = (), **__: Any) -> Any:
     from isograd.comm import raw
 
-    alloc()
+    for give in alloc:
+        give()
     return raw.Handle()
 
 

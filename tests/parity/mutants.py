@@ -13,7 +13,7 @@ import ast
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -188,8 +188,9 @@ def _reduction_ways() -> dict[str, Callable[[Broken], Broken]]:
     }
 
 
-def _nothing_gathered(*_: Any, alloc: Callable[[], None] = lambda: None, **__: Any) -> raw.Handle:
-    alloc()
+def _nothing_gathered(*_: Any, alloc: Sequence[Callable[[], None]] = (), **__: Any) -> raw.Handle:
+    for give in alloc:
+        give()
     return raw.Handle()
 
 

@@ -78,7 +78,7 @@ def test_a_rank_of_zero3_keeps_rows_and_a_doubled_reduction_is_named(monkeypatch
 
     def twice(self: Reducer, bucket: Any, gradients: Any) -> None:
         for _ in range(2):
-            launch(self, bucket, gradients)
+            launch(self, bucket, list(gradients))
 
     monkeypatch.setattr(Reducer, "launch", twice)
     assert "is sent 2 times over the data axes" in wrong("dp2 zero3")[0].what

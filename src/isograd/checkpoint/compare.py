@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isograd.checkpoint.files import TORCH
 from isograd.checkpoint.manifest import Box, Damage, Saved
-from isograd.checkpoint.read import Reader
+from isograd.checkpoint.read import Reader, read_box
 
 BLOCK_BYTES = 1 << 26  # of one tensor at a time
 
@@ -78,7 +78,7 @@ def _by_rows(key: str, one: Reader, other: Reader) -> Difference | None:
     largest, apart, whole = torch.zeros((), dtype=torch.float64), 0.0, 0.0
     for first in range(0, shape[0], step):
         box = ((first, min(shape[0], first + step)), *((0, size) for size in shape[1:]))
-        a, b = one.read(key, box), other.read(key, box)
+        a, b = read_box(one, key, box), read_box(other, key, box)
         unlike = (_bits(a) != _bits(b)).flatten(1).any(1) if a.dim() > 1 else _bits(a) != _bits(b)
         rows += (first + unlike.nonzero().flatten()).tolist()
         gap = (a.double() - b.double()).abs()

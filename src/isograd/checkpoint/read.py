@@ -153,10 +153,7 @@ class SavedWeights:
         """A box of a saved parameter or buffer."""
         saved = self._find(name)
         assert saved is not None
-        try:
-            return self._reader.read(saved[0], tuple(box))
-        except Damage as damage:
-            raise damaged(self._reader.folder, damage) from damage
+        return read_box(self._reader, saved[0], tuple(box))
 
     def _find(self, name: str) -> tuple[str, Saved] | None:
         tensors = self._reader.manifest.tensors
@@ -170,6 +167,14 @@ def open_whole(place: str | Place) -> Reader:
         return Reader(one_of(place))
     except Damage as damage:
         raise damaged(place, damage) from damage
+
+
+def read_box(reader: Reader, key: str, box: Box) -> Tensor:
+    """A box of a tensor; damage is an error with a code."""
+    try:
+        return reader.read(key, box)
+    except Damage as damage:
+        raise damaged(reader.folder, damage) from damage
 
 
 def damaged(place: Place, damage: Damage) -> CheckpointError:

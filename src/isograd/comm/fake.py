@@ -188,19 +188,12 @@ class FakeTransport(Transport):
         keys = (mine,) if here == there else ((rank, here, *names), (~there, here, *names), mine)
         handle.add(_Promised(tensor, keys, self, rank), peer)
 
-    def gather_control(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """By `gather`: no message for each rank of a large world."""
-        return self.gather(x.contiguous())
-
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """Every rank has what this rank has."""
 
-    def barrier(self) -> None:
-        """Nobody is waited for."""
-
-    def gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """A control value of every member; `mine` for each of this stage."""
-        me, said, found = self.member, self.member.world.said, list[torch.Tensor]()
+    def gather_control(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """No message for each rank of a large world: mine for each of this stage."""
+        mine, me, said, found = x.contiguous(), self.member, self.member.world.said, list[torch.Tensor]()
         here = me.stage(me.rank)
         names: dict[str, dict[int, tuple[str, str, int, int]]] = {
             way: {

@@ -33,10 +33,8 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     lengths = [len(each) for each in sums]
     places = torch.arange(max(lengths), device=sums[0].device) * _MIX
     mixed = torch.cat(sums) + torch.cat([places[:length] for length in lengths])
-    for shift in (32, 29):
-        mixed = (
-            mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))
-        ) * _MIX  # as splitmix64: no two values have one result
+    for shift in (32, 29):  # as splitmix64: no two values have one result
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * _MIX
     return torch.stack([m.sum() + _shape(t) for m, t in zip(mixed.split(lengths), tensors, strict=True)])
 
 
@@ -78,9 +76,5 @@ def first_unlike(mine: Mapping[str, Tensor], group: Group) -> tuple[int, list[st
 
 def ranks_unlike(mine: Tensor, group: Group) -> list[int]:
     """The global ranks of the members whose tensor differs from mine; the shape must be the same on all."""
-    others = raw.gather_list(mine, group)
-    return [
-        rank
-        for rank, other in zip(group.ranks, others, strict=True)
-        if other is not mine and not torch.equal(other, mine)
-    ]
+    others = zip(group.ranks, raw.gather_list(mine, group), strict=True)
+    return [rank for rank, other in others if not torch.equal(other, mine)]

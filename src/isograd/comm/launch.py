@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
 from isograd.comm.device import Asked
@@ -203,12 +204,9 @@ class _Ranks:
         for rank in silent:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
-        stacks = "\n\n".join(f"rank {rank}:\n{self._stack(rank)}" for rank in silent)
+        said = {rank: Path(stack_file(self.directory, rank)).read_text()[: 1 << 16].rstrip() for rank in silent}
+        stacks = "\n\n".join(f"rank {rank}:\n{stack}" for rank, stack in said.items())
         return LaunchError("IG254", where=stacks, timeout=timeout, silent=silent, finished=sorted(answers))
-
-    def _stack(self, rank: int) -> str:
-        with open(stack_file(self.directory, rank)) as file:
-            return file.read(1 << 16).rstrip()
 
     def stop(self, kill: bool) -> None:
         if not kill:
@@ -309,10 +307,8 @@ def start_method(preload: Iterable[str] = ()) -> tuple[Any, bool]:
     a __main__ that no other process can import; there, ranks are forked from the notebook itself.
     """
     main_module = sys.modules["__main__"]
-    if (
-        not os.path.exists(getattr(main_module, "__file__", None) or "")
-        and getattr(main_module, "__spec__", None) is None
-    ):
+    has_file = os.path.exists(getattr(main_module, "__file__", None) or "")
+    if not has_file and getattr(main_module, "__spec__", None) is None:
         return mp.get_context("fork"), True
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["isograd.comm.worker", *preload])

@@ -88,14 +88,6 @@ class ThreadTransport(Transport):
         if source != self.index:
             self._receive(x, source, -1).wait()
 
-    def barrier(self) -> None:
-        """A message from each to each."""
-        others = [peer for peer in range(self.size) if peer != self.index]
-        for peer in others:
-            self.send(None, [torch.zeros(1)], peer, -2, True)
-        for peer in others:
-            self._receive(torch.zeros(1), peer, -2).wait()
-
 
 class _Receive:
     """A message on its way into a tensor. Those of one key fill the tensors in the order in which they were asked for,

@@ -4,7 +4,7 @@ gloo, for NCCL, for threads of one process (threads.py) and for ranks that are s
     exchange            lists of tensors to and from every other member, all at once
     send, receive       to and from one member
     reduce_scatter, all_gather, all_reduce      only where `native` (NCCL)
-    broadcast, barrier
+    broadcast
 
 Each adds what it has started to a handle (handle.py), message by message: an exception in between leaves none that
 nobody knows of. Tensors are contiguous; empty ones are not sent.
@@ -73,10 +73,6 @@ class Transport:
     def broadcast(self, x: Tensor, source: int) -> None:
         """Overwrite x with that of member `source`."""
         dist.broadcast(x, self.ranks[source], group=self.process_group)
-
-    def barrier(self) -> None:
-        """Wait until every member has come here."""
-        dist.barrier(group=self.process_group)
 
     def close(self) -> None:
         """Close the connections, so that waits of other members end. Without this gloo keeps them as long as one of

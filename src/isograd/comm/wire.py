@@ -1,15 +1,10 @@
-"""Bytes on the wire, counted twice: by this rank's own sockets, and by the loopback interface.
-
-The interface's counter includes the traffic of every job on the machine; the kernel's count of the bytes that this
-process's own TCP sockets sent does not, so benchmarks report the latter. They agree within 0.5 % on a quiet machine.
-"""
+"""Bytes on the wire, counted by this rank's own sockets."""
 
 from __future__ import annotations
 
 import os
 import socket
 import struct
-from pathlib import Path
 
 NOT_SENT = 144  # offset of tcpi_notsent_bytes in Linux's struct tcp_info
 BYTES_SENT = 200  # of tcpi_bytes_sent and tcpi_bytes_retrans (4.19 and later); the first includes the second
@@ -36,12 +31,3 @@ def sent_by_me() -> int:
         sent, again = struct.unpack_from("=QQ", info, BYTES_SENT)
         total += sent - again + struct.unpack_from("=I", info, NOT_SENT)[0]
     return total
-
-
-def sent_on_loopback() -> int:
-    """The bytes that all processes have sent over `lo` since the machine started."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[8])
-    raise OSError("no loopback interface in /proc/net/dev")

@@ -88,10 +88,5 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _refusal(what: str, seen: str, expected: str) -> EngineError:
-    return EngineError(
-        "IG518",
-        what,
-        seen=seen,
-        expected=expected,
-        fix="give train_step a dict or tuple of tensors with samples in dim 0, or a list of micro-batches",
-    )
+    fix = "give train_step a dict or tuple of tensors with samples in dim 0, or a list of micro-batches"
+    return EngineError("IG518", what, seen=seen, expected=expected, fix=fix)

@@ -30,9 +30,8 @@ from isograd.errors import EngineError
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """A step that has been launched, as the host knows it when it has read the card's numbers."""
+    """A step that the card has taken, as the host knows it when it has read the card's numbers."""
 
-    taken: bool
     grad_norm: float
     raised: BaseException | None  # by this rank's optimizer
 
@@ -56,15 +55,14 @@ class DeviceDecision:
         self, rows: Tensor, table: StepStatus, unused: set[str], loss_scale: float
     ) -> tuple[Tensor, DeviceStep | None]:
         """rows: [ranks, numbers] on the card: squares of gradients, then what `table` awaits. They are returned in host
-        memory, with the step if it was launched."""
+        memory, with the step if it is taken."""
         if not self._all_can(table):
             return raw.to_host(rows), None
         verdict = verdict_of(rows, self._places, self._clip, loss_scale)
         raised = self._optimizer.step(self._step_state, 0.0, unused, verdict)
         own = torch.stack((verdict.refused, verdict.grad_norm))
         numbers = raw.to_host(torch.cat((own, rows.flatten())))
-        step = DeviceStep(not bool(numbers[0]), float(numbers[1]), raised)
-        return numbers[2:].view(rows.shape), step
+        return numbers[2:].view(rows.shape), None if numbers[0] else DeviceStep(float(numbers[1]), raised)
 
     def _all_can(self, table: StepStatus) -> bool:
         if table.late is None or not bool(table.more["device"].all()):

@@ -344,9 +344,8 @@ class Engine:
         if not self._sync:
             raise EngineError("IG511", seen="no_sync is still open", where=self.mesh.describe_rank())
         with raw.abort_group_on_interrupt():
-            totals, total_norm, launched = self._finish_reductions(whole=True)
+            totals, total_norm, taken = self._finish_reductions(whole=True)
             scale = 1.0 / (totals.weight * totals.loss_scale)
-            taken = launched if launched is not None and launched.taken else None
             grad_norm = total_norm * scale if taken is None else taken.grad_norm
             step_state, skipped = self.step_state, not math.isfinite(grad_norm)
             self.nonfinite = None
@@ -419,10 +418,10 @@ class Engine:
         unused = {slot.name for slot, is_used in zip(self.plan.slots, used, strict=True) if not is_used}
         shards, around = step_state.final_shards, (self.mesh.group("world"), self._device)
         squared = [shards[slot] for slot in self._counted if slot in shards and shards[slot].numel()]
-        scale, value, launched = self.loss_scale.value if self.loss_scale else 1.0, math.nan, None
+        scale, value, taken = self.loss_scale.value if self.loss_scale else 1.0, math.nan, None
         if table.late is not None:
             rows = norm.global_norm_beside(squared, *around, table.late.mine)
-            rows, launched = self._device_decision.run(rows, table, unused, scale)
+            rows, taken = self._device_decision.run(rows, table, unused, scale)
             value, table = math.sqrt(sum(rows[:, 0].tolist())), table.late.complete(rows[:, 1:])
             with step_status.refusing(step_state, self._drop):
                 self._decide(table, Status.FINE, whole)
@@ -430,10 +429,7 @@ class Engine:
             value = norm.global_norm(squared, *around)
         if whole and self.reproducible:
             value = norm.reproducible_norm(squared, *around)
-        return self._step_totals(table, unused, scale), value, launched
-
-    def _step_totals(self, table: StepStatus, unused: set[str], scale: float) -> StepTotals:
-        return step_status.totals(table, self.step_state.term_weights, unused, self.mesh, scale)
+        return step_status.totals(table, step_state.term_weights, unused, self.mesh, scale), value, taken
 
     @raw.abort_group_on_interrupt()
     def _gather_step_status(

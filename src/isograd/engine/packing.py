@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -73,12 +72,13 @@ class Packing:
         return flat
 
     def pack_rows(self, rows: Sequence[Tensor], chunk: Tensor) -> None:
-        """My rows into my chunk, where they may be already."""
-        parts = []
-        for mine, length in zip(rows, self._lengths, strict=True):
-            flat = mine.reshape(-1)
-            parts.append(functional.pad(flat, (0, length - flat.numel())) if flat.numel() < length else flat)
-        _join(parts, chunk)
+        """My rows into my chunk, where they may be already, from wherever they lie and in whatever dtype they are."""
+        moved = [(p, mine) for p, mine in zip(self.rows(chunk), rows, strict=True) if p.data_ptr() != mine.data_ptr()]
+        if rows[0].device == chunk.device and moved:
+            torch._foreach_copy_([place for place, _ in moved], [mine for _, mine in moved])
+            return
+        for place, mine in moved:
+            place.copy_(mine, non_blocking=True)
 
     def rows(self, chunk: Tensor, owner: int | None = None) -> list[Tensor]:
         """The owner's rows (mine when left out) in its chunk, as views."""
@@ -87,7 +87,8 @@ class Packing:
         parts = chunk.split(self._lengths)
         for part, slot, shape, width in zip(parts, self.slots, self._shapes, self._widths, strict=True):
             count = slot.cuts[owner + 1] - slot.cuts[owner]
-            found.append(part[: count * width].view(count, *shape[1:]))
+            whole = part.numel() == count * width  # each view takes the host a while
+            found.append((part if whole else part[: count * width]).view(count, *shape[1:]))
         return found
 
     def unpack(self, flat: Tensor, targets: Sequence[Tensor]) -> None:
@@ -126,10 +127,6 @@ class WholeMatrices(Packing):
         """Full matrices as one flat tensor."""
         flat = buffers.take(tensors[0], sum(self.sizes), self.slots[0].dtype)
         return torch.cat([tensors[i].reshape(-1) for i in self._order], out=flat)
-
-    def pack_rows(self, rows: Sequence[Tensor], chunk: Tensor) -> None:
-        """Mine into my chunk; of the others I have no row."""
-        _join([rows[i].reshape(-1) for i in self._order], chunk)
 
     def rows(self, chunk: Tensor, owner: int | None = None) -> list[Tensor]:
         """The owner's matrices, as views, and no row of the others."""
@@ -187,38 +184,30 @@ def gather_rows(
     group: Group,
     tag: int = 0,
     buffers: Buffers | None = None,
-    alloc: Callable[[], None] = lambda: None,
+    alloc: Sequence[Callable[[], None]] = (),
 ) -> Handle:
     """Start filling full tensors with every owner's rows; mine are given, perhaps in their place already.
 
-    `tag`: on gloo, gathers with different tags never meet. `buffers`: for what lies in between. `alloc`: gives the full
+    `tag`: on gloo, gathers with different tags never meet. `buffers`: for what lies in between. `alloc`: give the full
     tensors their memory, as late as they need it.
     """
+    in_place = group.size == 1 or (packing.is_flat and targets[0].is_contiguous())
+    for give in alloc if in_place else ():
+        give()
     if group.size == 1:
-        alloc()
         for target, mine in zip(targets, rows, strict=True):
             target.copy_(mine.view(target.shape))
         return Handle()
-    in_place = packing.is_flat and targets[0].is_contiguous()
     buffers = buffers or Buffers()
-    if in_place:
-        alloc()
     flat = targets[0].view(-1) if in_place else buffers.take(targets[0], sum(packing.sizes), targets[0].dtype)
     chunk = flat.split(list(packing.sizes))[group.index]
     packing.pack_rows(rows, chunk)
     handle = raw.all_gather_start(flat, chunk, group, packing.sizes, tag)
     if not in_place:
-        unpack = partial(packing.unpack, flat, targets)
-        handle.and_then(alloc).and_then(unpack).and_then(lambda: buffers.give_back(flat))
+        for give in alloc:
+            handle.and_then(give)
+        handle.and_then(lambda: packing.unpack(flat, targets)).and_then(lambda: buffers.give_back(flat))
     return handle
-
-
-def _join(parts: Sequence[Tensor], chunk: Tensor) -> None:
-    """Flat tensors side by side, from wherever they lie and in whatever dtype they are."""
-    if len(parts) > 1 and parts[0].device == chunk.device:
-        torch._foreach_copy_(chunk.split([part.numel() for part in parts]), list(parts))
-    elif len(parts) > 1 or parts[0].data_ptr() != chunk.data_ptr():
-        chunk.copy_(torch.cat(list(parts)) if len(parts) > 1 else parts[0], non_blocking=True)
 
 
 def packing_of(slots: Sequence[Slot]) -> Packing:

@@ -47,8 +47,7 @@ class Reducer:
         # Under way, each with the memory that it has been packed into; None where that is a gradient's own.
         self._pending: deque[tuple[Bucket, Reduction, Tensor | None]] = deque()
         self._latest = 0  # launched since the last call of `begin_pass` or `next_block`
-        # The sum of what has left of each bucket: not finite if any gradient is not. The host does not look at it before
-        # a step is skipped.
+        # The sum of what has left of each bucket: not finite if any gradient is not. Read when a step is skipped.
         self._totals: dict[Bucket, Tensor] = {}
 
     # -- launch
@@ -74,22 +73,17 @@ class Reducer:
         reduction = reduce_rows(packing, flat, group, tree=self.tree, number=bucket.number)
         self._pending.append((bucket, reduction, None if len(bucket.slots) == 1 else flat))
 
-    def make_room(self) -> None:
-        """A backward has ended on all ranks, and what it has left to send leaves now: on NCCL few buckets at a time."""
-        while self._native and len(self._pending) >= AT_ONCE:
-            self._finish()
-
     def begin_pass(self) -> None:
         """Before a backward that launches: finish what is older than the last such backward, or its last block. A rank
         that it comes from may have gone to the step instead, where all refuse it: this one goes on to meet it there."""
         self._finish_older(PATIENCE)
 
     def next_block(self) -> None:
-        """ZeRO 3: backward has left a block. Finish what left earlier than with the block before; with it, too, on NCCL,
-        where the host waits for nothing: so the packed gradients of one block are there at a time.
+        """ZeRO 3: backward has left a block. Finish what left earlier than with the block before. On NCCL, where only
+        the card waits, with it, too: the packed gradients of one block are there at a time.
 
-        On gloo that cannot block: this rank has read the others' note of a gather that they posted when they had left two
-        blocks before, or were leaving it, which ends with a launch (engine/zero3/gather_check.py).
+        On gloo that cannot block: this rank has read the others' note of a gather that they posted when they had left
+        two blocks before, or were leaving it, which ends with a launch (engine/zero3/gather_check.py).
         """
         if self._native:
             self._latest = 0
@@ -136,8 +130,8 @@ class Reducer:
     def not_finite(self, reduced: Mapping[Slot, Tensor]) -> set[int]:
         """This rank, if its own gradients of this step were not finite. `reduced`: my rows; where this rank has no
         other owner beside it, they are its own gradients. The host waits."""
-        alone = [rows for slot, rows in reduced.items() if slot.owners.size == 1]
-        return {self._rank} if not all(map(math.isfinite, [*self._totals.values(), *(rows.sum() for rows in alone)])) else set()
+        alone = [rows.sum() for slot, rows in reduced.items() if slot.owners.size == 1]
+        return set() if all(map(math.isfinite, [*self._totals.values(), *alone])) else {self._rank}
 
     def begin_sums(self) -> None:
         """Check the reductions and the messages of the step that begins."""

@@ -394,8 +394,8 @@ class StepState:
     def _flush(self) -> None:
         if self._outgoing.buckets and self.units is not None:
             self.units.all_ended()  # and so they launch the same buckets
+            self.reducer.next_block()
         while self._outgoing.buckets:
-            self.reducer.make_room()
             self._launch(self._outgoing.buckets[0])
 
     def _launch(self, bucket: Bucket) -> None:

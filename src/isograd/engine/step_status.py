@@ -109,8 +109,10 @@ def gather_step_status(
     has failed in. may_be_late: the caller completes and decides a table that has a part on cards.
     """
     problem = step_state.optimizer_inconsistent or (step_state.failure if wrong is None else str(wrong).splitlines()[0])
-    if problem is not None and status not in (Status.DISCARDS, *TOGETHER):
-        status = Status.INCONSISTENT if step_state.optimizer_inconsistent else Status.FAILED
+    if step_state.optimizer_inconsistent and status is not Status.DISCARDS:
+        status = Status.INCONSISTENT
+    elif problem is not None and status not in (Status.DISCARDS, *TOGETHER):
+        status = Status.FAILED
     table = gather(step_state, status, loss, settings, more)
     gave_up = table.ranks(Status.FAILED) + table.ranks(Status.DISCARDS)
     closes = step_state.mesh.on_cards and step_state.mesh.layers_wait and 0 < len(gave_up) < len(table.status)
@@ -195,12 +197,12 @@ def unpacked(numbers: Tensor, width: int) -> Tensor:
 
 def refuse_failed(table: StepStatus, step_state: StepState, problem: str | None, this_rank_discards: bool) -> None:
     """All ranks together: when one of them failed or drops the step, all do. `this_rank_discards`: it asked."""
-    mesh, ranks = step_state.mesh, len(table.status)
+    mesh, ranks, inconsistent = step_state.mesh, len(table.status), table.ranks(Status.INCONSISTENT)
     begins, alike = table.ranks(Status.BEGINS), {status: table.ranks(status) for status in TOGETHER}
     for status, found in alike.items():
-        if 0 < len(found) < ranks:
+        if 0 < len(found) < ranks and not inconsistent:
             raise EngineError("IG555", where=mesh.describe_rank(), does=TOGETHER[status], found=found)
-    if any(alike.values()):
+    if any(alike.values()) and not inconsistent:
         return
     if len(begins) + len(table.ranks(Status.FINE)) == ranks:
         if begins and len(begins) < ranks:
@@ -211,7 +213,7 @@ def refuse_failed(table: StepStatus, step_state: StepState, problem: str | None,
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if this_rank_discards:
         return
-    if inconsistent := table.ranks(Status.INCONSISTENT):
+    if inconsistent:
         raise _inconsistent(step_state, {rank: failed[rank] for rank in inconsistent})
     if failed:
         ranks_failed = f"rank {', '.join(map(str, failed))}"

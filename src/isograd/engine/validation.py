@@ -54,9 +54,8 @@ def check_supported_parameters(
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
     ]
     hooked = [r.name for r in table if hooks_of(r.parameter)]
-    notes = all_gather_object(
-        [complex_ones, sparse, hooked, {name: str(value) for name, value in options.items()}], mesh
-    )
+    spelled = {name: str(value) for name, value in options.items()}
+    notes = all_gather_object([complex_ones, sparse, hooked, spelled], mesh)
     complex_ones, sparse, hooked = (list(dict.fromkeys(n for note in notes for n in note[kind])) for kind in range(3))
     given = {name: {note[3][name] for note in notes} for name in options}
     unlike = [f"{name} is {' or '.join(sorted(values))}" for name, values in given.items() if len(values) > 1]
@@ -164,9 +163,8 @@ def refuse_shared_elements(plan: Plan, mesh: Mesh) -> None:
 
 def check_plan(plan: Plan, mesh: Mesh) -> None:
     """Members that will add shards hold the same names, shapes and rows; storage is what shards can be views of."""
-    for axes in sorted(
-        {DATA, *(axes for slot in plan.slots for axes in (slot.contract.data, *slot.contract.partial_over))}
-    ):
+    owed = {axes for slot in plan.slots for axes in (slot.contract.data, *slot.contract.partial_over)}
+    for axes in sorted({DATA} | owed):
         what = "the trainable parameters" if axes == DATA else f"the parameters that owe {axes!r}"
         check_same(mesh, axes, plan.fingerprint(axes), what)
     refuse_shared_elements(plan, mesh)
@@ -185,9 +183,8 @@ def equal_replicas(model: nn.Module, table: ContractTable, mesh: Mesh) -> None:
     for buffer in model.buffers():
         raw.broadcast_(buffer, mesh.group(DATA))
     for beside in sorted({record.contract.model_parallel_axis for record in made}):
-        _refuse_unequal(
-            [r for r in made if r.contract.model_parallel_axis == beside and not r.contract.cut], beside, mesh
-        )
+        alike = [r for r in made if r.contract.model_parallel_axis == beside and not r.contract.cut]
+        _refuse_unequal(alike, beside, mesh)
     for axes in sorted({axes for record in made for axes in record.contract.ties}):
         _refuse_unequal(sorted((r for r in made if axes in r.contract.ties), key=lambda r: r.name), axes, mesh)
 

@@ -94,11 +94,6 @@ def _plain(value: object) -> object:
     return value if isinstance(value, int | float | str) else None
 
 
-def _has_own_memory(master: Tensor, rows: Tensor) -> bool:
-    """Whether a master has memory of its own: it is wider than the parameter, or lies on the host."""
-    return master.dtype != rows.dtype or master.device != rows.device
-
-
 def _take(targets: Sequence[Tensor], masters: Sequence[nn.Parameter]) -> None:
     """Of half-precision tensors and their masters, which lie in one place: what was edited."""
     if masters[0].device.type == "cpu":
@@ -149,10 +144,10 @@ class ShardedOptimizer:
         tp cuts and that are stepped uncut. elementwise: the user says so of an optimizer that is not torch's."""
         self.plan, self.stage, self.units, self.offload, self.across = plan, stage, units, offload, across
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
-        own = [slot for slot in plan.slots if slot not in across]
-        self._has_own_memory = [slot for slot in own if _has_own_memory(self.masters[slot.name], self._target(slot))]
-        if units is not None and not offload:
-            self._free_rows()
+        pairs = [(slot, self.masters[slot.name], self._target(slot)) for slot in plan.slots if slot not in across]
+        # Whose master is wider than the parameter, or lies on the host.
+        self._has_own_memory = [s for s, m, rows in pairs if (m.dtype, m.device) != (rows.dtype, rows.device)]
+        self._free_rows()
         self._collect_edits()
         shards = Shards(self.masters.items(), {slot.name for slot in plan.slots if slot.uncut_matrix})
         self.optimizer = factory(shards)
@@ -168,13 +163,9 @@ class ShardedOptimizer:
         self.writes = 0  # how often the optimizer has begun to write
         self._by_rows = stage > 0 and any(slot.cut_by_rows for slot in plan.slots)
         self._in_fp32 = all(slot.dtype == torch.float32 for slot in plan.slots)
+        self._members = dict.fromkeys([self.optimizer, *muon.members(self.optimizer)])
         for one in self._members:
             one.register_step_pre_hook(self._refuse_by_hand)
-
-    @property
-    def _members(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The optimizer, and those that it joins."""
-        return self.optimizer, *getattr(self.optimizer, "optimizers", ())
 
     def problem(self, mesh: Mesh) -> EngineError | None:
         """The error if a hook of the program's would take rows for whole gradients."""
@@ -304,14 +295,15 @@ class ShardedOptimizer:
         for bucket in self.plan.buckets:
             if slots := [slot for slot in bucket.slots if slot in self._has_own_memory]:
                 _take([self._target(slot) for slot in slots], [self.masters[slot.name] for slot in slots])
-        if self.units is not None and not self.offload:
-            self._free_rows()
+        self._free_rows()
 
-    def _free_rows(self) -> None:
-        """ZeRO 3: half-precision rows are made of their masters as they are gathered."""
-        assert self.units is not None
+    def _free_rows(self) -> bool:
+        """ZeRO 3: half-precision rows are made of their masters as they are gathered. Whether it is so here."""
+        if self.units is None or self.offload:
+            return False
         for slot in self._has_own_memory:
             self.units.params[id(slot.parameter)].free_rows(self.masters[slot.name])
+        return True
 
     @torch.no_grad()
     def _collect_edits(self) -> None:
@@ -327,9 +319,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _write_back(self, reducer: Reducer) -> None:
-        if self.units is not None and not self.offload:
-            self._free_rows()
-        elif self._has_own_memory:
+        if not self._free_rows() and self._has_own_memory:
             masters: list[Tensor] = [self.masters[slot.name] for slot in self._has_own_memory]
             torch._foreach_copy_([self._target(slot) for slot in self._has_own_memory], masters)
         wholes = {slot: self.masters[slot.name].data for slot in self.across.slots if self.across.is_home(slot)}

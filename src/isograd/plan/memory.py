@@ -154,7 +154,7 @@ def states(
     elements of matrices that Muon steps, which has one moment. `ema`: averages of the weights are kept."""
     wide = max(narrow, 4)
     rows = mine if layout.zero == 0 else owned
-    parameters = narrow * (mine if layout.zero < 3 else rows + gathered)
+    parameters = narrow * (mine if layout.zero < 3 else rows * (narrow >= wide) + gathered)  # cast as they are gathered
     masters = wide * rows * ((narrow < wide) + ema)
     moments = wide * (2 * rows - muon * (rows / mine))
     due = wide * owned if owned < mine else 0

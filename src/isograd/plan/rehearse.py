@@ -170,7 +170,8 @@ def _name_states(engine: Engine, allocations: Allocations) -> None:
     for slot in engine.plan.slots:
         allocations.name(engine._sharded_optimizer.masters[slot.name], OPTIMIZER, "masters")
     for record in engine.table:
-        allocations.name(engine.local_shard(record.name), PARAMETERS, _pattern(record.name))
+        if engine._units is None or engine._units.params[id(record.parameter)].kept is not None:
+            allocations.name(engine.local_shard(record.name), PARAMETERS, _pattern(record.name))
     for param in engine._units.params.values() if engine._units is not None else ():
         allocations.name(param.full, PARAMETERS, "gathered (ZeRO 3)")
         allocations.resized(param.full)
