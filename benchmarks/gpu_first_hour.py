@@ -60,7 +60,7 @@ LAYOUTS = (  # N: the number of devices
 OF_FOUR = ("dpH tp2", "dpH tp2 sp zero3", "dpH pp2 zero1", "dpQ pp4")  # H, Q: a half and a quarter of them
 BLOCKS_8B = Sizes(vocab=128256, hidden=4096, layers=4, heads=32, mlp=14336, seq=8192, batch=1)
 MINIATURE = Sizes(vocab=256, hidden=128, layers=2, heads=2, mlp=256, seq=64, batch=1)
-PORT = 29500  # of two nodes, and the next one
+PORT = int(os.environ.get("MASTER_PORT", "29500"))  # of two nodes, and the next one
 SPEED = """\
 version: 1
 run: runs/speed
@@ -112,7 +112,7 @@ class Hour:
     def steps(self) -> Iterator[Step]:
         many = self.devices > 1
         if self.nodes and self.nodes[1]:
-            yield Step("two nodes", self.two_nodes, 10)
+            yield Step("two nodes", self.two_nodes, 59)
             return
         yield Step("one device", self.one_device, 5)
         for words in self.layouts():
@@ -129,7 +129,8 @@ class Hour:
         if many:
             yield Step("beside FSDP2", self.beside_fsdp2, 6)
         yield Step("plan", self.plan, 5)
-        yield Step("long context", lambda: self.decoder(f"cp{self.devices} ring", tokens=4, recompute=True), 5)
+        ring = f"cp{self.devices} ring" if many else "dp1"
+        yield Step("long context", lambda: self.decoder(ring, tokens=4, recompute=True), 5)
         yield Step("documents", lambda: self.decoder(f"dp{self.devices} zero1", documents=8), 5)
         if many:
             yield Step("late rank", self.late_rank, 3)
@@ -230,7 +231,8 @@ class Hour:
         many, mine, first = self.nodes
         where = ["--node-rank", str(mine), "--master-addr", first, "--master-port"]
         device = [] if self.on_gpu else ["--device", "cpu"]
-        self.isograd(*f"check network --nnodes {many} --nproc {self.devices}".split(), *where, str(PORT), *device)
+        wait = ["--wait", "3000" if mine else "120"]  # the others are there all the time that the first one measures
+        self.isograd(*f"check network --nnodes {many} --nproc {self.devices}".split(), *where, str(PORT), *wait)
         begin = f"-m torch.distributed.run --nnodes {many} --nproc-per-node {self.devices}".split()
         run, ranks = self.folder / "two-nodes", many * self.devices
         words = ["-m", "isograd", "train", str(self.recipe()), "--run", str(run), "--layout", f"dp{ranks} zero1"]

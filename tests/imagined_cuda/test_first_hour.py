@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_programs
+from benchmarks import gpu_first_hour, gpu_programs
 from benchmarks.gpu_first_hour import Hour, attempt, page
+
+from . import world
 
 
 def hour(folder: Path) -> Hour:
@@ -64,18 +67,20 @@ def test_the_tests_run_as_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_nodes_meet_and_train(tmp_path: Path) -> None:
+def test_two_nodes_meet_and_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both on this machine, with one CPU rank each; the run has no one device to be compared with."""
     command = [sys.executable, "-m", "benchmarks.gpu_first_hour", "--cpu", "1", "--nodes", "2", "--folder"]
     folder = tmp_path / "hour"
     folder.mkdir()
-    second = subprocess.Popen([*command, str(folder), "--node", "1"])
+    port = world._free_port()
+    monkeypatch.setattr(gpu_first_hour, "PORT", port)
+    second = subprocess.Popen([*command, str(folder), "--node", "1"], env=os.environ | {"MASTER_PORT": str(port)})
     first = Hour(folder, 1, False, (2, 0, "127.0.0.1"))
     first.limit = 240.0
     first.reference = first.train("one", "dp1")["losses"]
     found = first.two_nodes()
     assert len(found["losses"]) == len(first.reference)
-    assert second.wait(60) == 0
+    assert second.wait(120) == 0
 
 
 def test_what_of_nccl_is_not_hidden_is_read_from_a_trace() -> None:
