@@ -234,8 +234,10 @@ class Hour:
         wait = ["--wait", "3000" if mine else "120"]  # the others are there all the time that the first one measures
         self.isograd(*f"check network --nnodes {many} --nproc {self.devices}".split(), *where, str(PORT), *wait)
         begin = f"-m torch.distributed.run --nnodes {many} --nproc-per-node {self.devices}".split()
-        run, ranks = self.folder / "two-nodes", many * self.devices
-        words = ["-m", "isograd", "train", str(self.recipe()), "--run", str(run), "--layout", f"dp{ranks} zero1"]
+        run, ranks, config = self.folder / "two-nodes", many * self.devices, self.folder / f"two-nodes-{mine}.yaml"
+        lines = self.recipe().read_text().splitlines()  # torchrun takes --run for an option of its own
+        config.write_text("\n".join(f"run: {run}" if line.startswith("run:") else line for line in lines))
+        words = ["-m", "isograd", "train", str(config), "--layout", f"dp{ranks} zero1"]
         self.python(*begin, *where, str(PORT + 1), *words, "--steps", str(STEPS), "--log.every", "1", *device)
         found = read_run(run)
         if not mine:

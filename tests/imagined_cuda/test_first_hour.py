@@ -34,11 +34,11 @@ def told(folder: Path, name: str) -> dict[str, Any]:
     return json.loads(json.dumps(outcome.told))  # type: ignore[no-any-return]
 
 
-def test_documents_and_long_contexts_train_on_a_side_stream(tmp_path: Path) -> None:
-    for name in ("documents", "long context"):
-        found = told(tmp_path, name)
-        assert found["losses"][-1] < found["losses"][0]
-        assert found["memory_gb"] > 0
+@pytest.mark.parametrize("name", ["documents", pytest.param("long context", marks=pytest.mark.slow)])
+def test_documents_and_long_contexts_train_on_a_side_stream(tmp_path: Path, name: str) -> None:
+    found = told(tmp_path, name)
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["memory_gb"] > 0
 
 
 @pytest.mark.slow
