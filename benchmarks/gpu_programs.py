@@ -1,6 +1,6 @@
-"""What the first hour on GPUs runs on each rank: `run` of tests/imagined_cuda starts these, on real cards or imagined ones.
+"""What the first hour on GPUs runs on each rank: gpu_first_hour.py says when, and how large.
 
-gpu_first_hour.py says when, and how large.
+`run` of tests/imagined_cuda starts these programs, on real cards or on imagined ones.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def planned(layout: str, sizes: Sizes, machine: str) -> dict[str, float]:
     from isograd.plan.work import Work
 
     on = Layout.parse(layout)
-    work = Work(config_of(sizes), sizes.seq, on.dp, 1)
+    work = Work(model=config_of(sizes), length=sizes.seq, batch=on.dp, micro_batches=1)
     seconds, memory_gb = predict(work, on, load(machine)).seconds, memory(work, on, gpu=True).total / 1e9
     return {"planned_seconds": seconds, "planned_memory_gb": memory_gb}
 

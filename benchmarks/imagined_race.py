@@ -166,7 +166,10 @@ def fsdp2_step(sizes: Sizes = SIZES) -> Callable[[int], None]:
 
     model = Decoder(sizes).cuda()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": init_device_mesh("cuda", (torch.distributed.get_world_size(),)), "mp_policy": policy}
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cuda", (torch.distributed.get_world_size(),)),
+        "mp_policy": policy,
+    }
     for block in model.blocks:
         fully_shard(block, **options, reshard_after_forward=True)
     fully_shard(model, **options)

@@ -97,8 +97,7 @@ def compare(config: Any, mesh: Mesh, adapter: Any = None, base_bits: int | None 
         model = _tried("cannot be cut", lambda: built(mesh), mesh)
         held = share_held(model, mesh)
         truth = _tried("does not run on one device", lambda: _one_device(built, mesh, loss), mesh)
-        step = partial(_under_layout, model, mesh, loss)
-        found = _tried("does not run under the layout", step, mesh, steps=True)
+        found = _tried("does not run under the layout", lambda: _under_layout(model, mesh, loss), mesh, steps=True)
     floor = FLOOR * float(torch.stack([g.norm() for g in truth.values()]).norm())
     errors = {name: _error(gradient, truth.get(name), floor) for name, gradient in found.items()}
     everywhere = all_gather_object(errors, mesh)

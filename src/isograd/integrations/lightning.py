@@ -126,12 +126,12 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         """Lightning's, of any exception that ends the fit. One of a lost connection names the rank that has ended."""
         super().on_exception(exception)
         engine = self.engine
-        if engine is not None and not engine.step_state.already_discarded and not _is_over(self.lightning_module):
+        over = engine is not None and self.lightning_module.trainer.fit_loop.done  # no rank waits in a step
+        if engine is not None and not engine.step_state.already_discarded and not over:
             engine.step_state.fail(exception)
             _left[self.lightning_module] = engine
         if self._loop is not None:
-            found = failed_rank_error(exception, self._loop.mesh)
-            if found is not None:
+            if (found := failed_rank_error(exception, self._loop.mesh)) is not None:
                 raise found from exception
             self._loop.fail(exception)
 
@@ -283,11 +283,6 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
 
 _left: WeakKeyDictionary[Any, Engine] = WeakKeyDictionary()  # by module: of a fit that an exception ended in a step
-
-
-def _is_over(module: Any) -> bool:
-    """Whether the fit that an exception ends has taken its last step, so that no rank waits in one."""
-    return bool(module.trainer.fit_loop.done)
 
 
 def _has(trainer: Any, *names: str) -> bool:
