@@ -289,5 +289,5 @@ def refused_under_pp(folder: str) -> list[str]:
 def test_under_pp_what_needs_a_loss_before_the_step_is_refused(worlds, tmp_path: Path) -> None:
     for manual, logits, doubled in worlds(2).run(refused_under_pp, str(tmp_path)):
         assert manual == "IG856 manual optimization with pp"
-        assert logits.startswith("IG861 output.logits: ")
+        assert logits.startswith("IG861 output.logits, ")
         assert doubled == "IG861 a loss that no prepared model has returned last"

@@ -208,7 +208,8 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         """The closure (forward and backward), Lightning's hooks, and the engine's step, which clips."""
         result = closure()
         if self.mesh.size("pp") > 1:
-            self._engine_of("optimizer_step").accumulate(self._cut_models.taken())
+            micros, self._cut_models.waiting[:] = self._cut_models.waiting[:], []
+            self._engine_of("optimizer_step").accumulate(micros)
         trainer = self.lightning_module.trainer
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)

@@ -29,45 +29,40 @@ class RowParts:
     """A forward that is called with whole rows and computes this rank's part of them. Without gradients, as in a
     validation, its loss is the mean over the labels of all parts, and its logits are of all tokens."""
 
-    def __init__(self, forward: Callable[..., Any], mesh: Mesh) -> None:
-        self.whole_rows, self._mesh = forward, mesh
+    def __init__(self, forward: Callable[..., Any], mesh: Mesh, waiting: list[dict[str, Any]]) -> None:
+        """waiting: gets the whole rows of a step under pp, whose stages run at its end."""
+        self.whole_rows, self._mesh, self._waiting = forward, mesh, waiting
         self.loss: Tensor | None = None  # of the last forward, until its backward
         self.weight = torch.zeros(())  # how many labels it is the mean of
-        self.waiting: list[dict[str, Any]] = []  # under pp: whole rows of the step, for all stages at its end
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "stage" in kwargs:  # called by a pipeline
+            return self.whole_rows(*args, **kwargs)
+        rows = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
         if self._mesh.size("pp") > 1:
-            return self._of_stages(args, kwargs)
-        part = shard(dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs, self._mesh)
+            return self._for_stages(rows)
+        part = shard(rows, self._mesh)
         output = self.whole_rows(**part.inputs)
         if not torch.is_grad_enabled():
             return _of_all_parts(output, part, self._mesh)
         self.loss, self.weight = output.get("loss"), part.weight
         return output
 
-    def _of_stages(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A stage, as the engine calls it. As the loop does: nothing yet, and a loss that is NaN until the step; or
-        without gradients the mean over the labels of these rows."""
+    def _for_stages(self, rows: dict[str, Any]) -> Any:
+        """A loss that is NaN until the step; without gradients the mean over the labels of these rows."""
         from transformers.modeling_outputs import CausalLMOutput
 
-        if "stage" in kwargs:
-            return self.whole_rows(*args, **kwargs)
-        rows = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
         if torch.is_grad_enabled():
-            self.waiting.append(rows)
+            self._waiting.append(rows)
             self.loss = torch.full((), math.nan, device=self._mesh.device)
             return _LossOfStep(self.loss, self._mesh)
-        found = self._pipeline.evaluate([rows])
-        own = [(float(loss * weight), float(weight)) for loss, weight in found] or [(0.0, 0.0)]  # of the last stage
-        total = torch.tensor(own[0], dtype=torch.float64, device=self._mesh.device)
+        model: Any = getattr(self.whole_rows, "__self__", None)
+        found: Any = Pipeline(model, model.chunks, self._mesh).evaluate([rows])  # of the last stage
+        sums = [float(found[0][0] * found[0][1]), float(found[0][1])] if found else [0.0, 0.0]
+        total = torch.tensor(sums, dtype=torch.float64, device=self._mesh.device)
         for axis in ("pp", "cp"):
             total = raw.all_reduce(total, self._mesh.group(axis))
         return CausalLMOutput(loss=total[0] / total[1].clamp(min=1))
-
-    @cached_property
-    def _pipeline(self) -> Pipeline:
-        model = self.whole_rows.__self__  # type: ignore[attr-defined]
-        return Pipeline(model, model.chunks, self._mesh)
 
 
 class _LossOfStep:
@@ -76,18 +71,21 @@ class _LossOfStep:
     def __init__(self, loss: Tensor, mesh: Mesh) -> None:
         self.loss, self._mesh = loss, mesh
 
-    def __getitem__(self, name: object) -> Tensor:
-        return self.loss if name in ("loss", 0) else getattr(self, str(name))
-
     def __getattr__(self, name: str) -> NoReturn:
-        raise IntegrationError(
-            "IG861",
-            "under pp, something else of a model's output than its loss",
-            seen=f"output.{name}: the stages run when all micro-batches of the step are there",
-            expected="the loss that the model makes of its labels",
-            fix="training_step: return self.model(**batch).loss; or a layout of dp, cp, tp and ep",
-            where=self._mesh.describe_rank(),
+        raise _not_the_loss(
+            f"output.{name}, which no stage has made yet", "return self.model(**batch).loss", self._mesh
         )
+
+
+def _not_the_loss(seen: str, line: str, mesh: Mesh) -> IntegrationError:
+    return IntegrationError(
+        "IG861",
+        "under cp, tp or pp, a backward of something else than the loss of a prepared model",
+        seen=seen,
+        expected="the mean over the labels of this rank's part, undivided, which it weighs by itself",
+        fix=line,
+        where=mesh.describe_rank(),
+    )
 
 
 class CutModels:
@@ -97,6 +95,7 @@ class CutModels:
         self.mesh = mesh
         self.shares_rows = mesh.size("cp") * mesh.size("tp") * mesh.size("pp") > 1
         self._parts: list[RowParts] = []
+        self.waiting: list[dict[str, Any]] = []  # under pp: the micro-batches of the step
         self._replaced = WeakIdKeyDictionary()
 
     def cut(self, module: nn.Module) -> nn.Module:
@@ -115,11 +114,12 @@ class CutModels:
             f"{others[0] if others else ''}.requires_grad_(False); or a layout of dp and zero0 to zero3",
             self.mesh,
         )
+        self.waiting.clear()  # of a fit that an exception has ended
         self._replaced.update(cut_whole_model(model, self.mesh))
         if self.mesh.size("cp") > 1 and self.mesh.size("pp") == 1:
             attach(model, self.mesh)
         if self.shares_rows:
-            self._parts.append(RowParts(model.forward, self.mesh))
+            self._parts.append(RowParts(model.forward, self.mesh, self.waiting))
             model.forward = self._parts[-1]
         return model
 
@@ -132,23 +132,10 @@ class CutModels:
         where this loss, or a weight, is refused."""
         made = [part for part in self._parts if part.loss is loss]
         if weight is not None or len(made) != 1:
-            raise IntegrationError(
-                "IG861",
-                "under cp, tp or pp, a backward of something else than the loss of a prepared model",
-                seen=f"weight={weight}" if made else "a loss that no prepared model has returned last",
-                expected="the mean over the labels of this rank's part, undivided, which it weighs by itself",
-                fix=line,
-                where=self.mesh.describe_rank(),
-            )
+            seen = f"weight={weight}" if made else "a loss that no prepared model has returned last"
+            raise _not_the_loss(seen, line, self.mesh)
         made[0].loss = None
         return made[0].weight
-
-    def taken(self) -> list[dict[str, Any]]:
-        """Under pp the whole rows of a step's micro-batches, which its end takes."""
-        waiting = [rows for part in self._parts for rows in part.waiting]
-        for part in self._parts:
-            part.waiting.clear()
-        return waiting
 
 
 class CutStrategy:
