@@ -112,8 +112,7 @@ def cut_in_place(model: Any, loss: str, mesh: Mesh, logits: bool) -> None:
 
 
 def empty(config: Any, dtype: torch.dtype, mesh: Mesh, library: Any = None) -> tuple[Any, str]:
-    """The library's model for a config, with parameters on the meta device and buffers with values; and its loss.
-    library: a class of that config other than the one for language models."""
+    """The library's model for a config, of a class that may be given: parameters on the meta device; and its loss."""
     found, loss = library_of(config, mesh.describe_rank())
     with empty_parameters():
         model = (library or found)._from_config(copy.deepcopy(config), dtype=dtype)

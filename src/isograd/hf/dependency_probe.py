@@ -98,12 +98,11 @@ class _Look:
             handles.append(layer.register_forward_pre_hook(self._takes(number), with_kwargs=True))
             handles.append(layer.register_forward_hook(self._gives(number)))
         tokens = torch.arange(14).view(2, 7) % (VOCAB - 3) + 3
-        if loss == SCORE:
-            result = self.model(input_ids=tokens, use_cache=False).logits
-        else:
-            part = shard({"input_ids": tokens, "labels": tokens}, Mesh.unbound("1"), loss)
-            result = self.model(**part.inputs).loss
-        self._note("the loss", [result], AFTER, len(self.layers), -1)
+        given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        if loss != SCORE:
+            given = shard({"input_ids": tokens, "labels": tokens}, Mesh.unbound("1"), loss).inputs
+        result = self.model(**given)
+        self._note("the loss", [result.logits if loss == SCORE else result.loss], AFTER, len(self.layers), -1)
         form = self.forms[0] if self.forms else None
         if any(other != form for other in self.forms):
             self.found.crossing.append("layers return results of several forms")

@@ -59,10 +59,8 @@ def library_of_model(model: Any, where: str) -> tuple[Any, str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as SCORES
 
     library, loss = library_of(model.config, where)
-    scored: Any = SCORES.get(type(model.config), None)
-    if loss == CAUSAL and type(model) is scored:
-        return type(model), SCORE
-    return library, loss
+    scores: Any = SCORES.get(type(model.config), None)
+    return (scores, SCORE) if loss == CAUSAL and type(model) is scores else (library, loss)
 
 
 def _classes(config: Any) -> list[tuple[Any, str]]:

@@ -4,9 +4,10 @@ A training_step says what its loss is the mean of: `return {"loss": loss, "weigh
 that a model of transformers has made of `labels` weighs these, any other loss the rows of its batch. Nothing is divided
 by accumulate_grad_batches or ranks. Under cp and tp ("dp2 cp2 ulysses") the ranks of a group get the same rows, the
 model of transformers in the module computes this rank's part of them, and a training_step that returns
-`self.model(**batch).loss` weighs this part's labels. The engine is made when fit sets up, from the one optimizer of
-configure_optimizers; it clips to gradient_clip_val. Checkpoints are Lightning's, but for the optimizer's state, which
-is in a folder beside the file, NAME.isograd, and loads under any layout.
+`self.model(**batch).loss` weighs this part's labels. Under pp the micro-batches of a step go through the stages
+together when its last one has come; until then their losses are NaN. The engine is made when fit sets up, from the one
+optimizer of configure_optimizers; it clips to gradient_clip_val. Checkpoints are Lightning's, but for the optimizer's
+state, which is in a folder beside the file, NAME.isograd, and loads under any layout.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     """Takes the place of "ddp", "fsdp" and "deepspeed" in a Lightning Trainer; see the head of this file."""
 
     strategy_name = NAME
+    model_axes = "dp cp tp ep pp"
     optimizers: list[Any]
     model: Any
 
@@ -89,8 +91,8 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
             super().setup(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Lightning's, and an engine of the one optimizer. Under cp, tp and ep the model of transformers in the module
-        is attached or cut in place before."""
+        """Lightning's, and an engine of the one optimizer. Under cp, tp, ep and pp the model of transformers in the
+        module is attached or cut in place before."""
         mesh, module = self.mesh, self.lightning_module
         model = self._cut_models.cut(module)
         self._label_counter = None if model is module else LabelCounter(model, "training_step", mesh)
@@ -101,6 +103,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
             {
                 f"{len(self.optimizers)} optimizers": len(self.optimizers) != 1,
                 f"options of DDP: {self._ddp_kwargs}": self._ddp_kwargs,
+                "manual optimization with pp": mesh.size("pp") > 1 and not module.automatic_optimization,
                 "a communication hook": self._ddp_comm_hook or self._model_averaging_period,
                 "a precision with a loss scale ('bf16-mixed' has none)": getattr(self.precision_plugin, "scaler", None),
                 f"gradient_clip_algorithm={algorithm!r}": trainer.gradient_clip_val and algorithm not in (None, "norm"),
@@ -115,6 +118,8 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         )
         self._cut_models.follow(self.optimizers[0])
         optimizer = on_shards(self.optimizers[0], module, mesh)
+        if mesh.size("pp") > 1:  # the module's forward is not called in a step: the engine finds the stages here
+            module.chunks, module.refuse_micro = model.chunks, model.refuse_micro
         engine = Engine(module, mesh, optimizer, clip=trainer.gradient_clip_val or None, elementwise=self._elementwise)
         name_failed_rank_in_forward(engine)
         self._kinds = WeightKind(mesh)
@@ -192,7 +197,9 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         engine = self._engine_of("backward")
         with nullcontext() if self._syncing else engine.no_sync():
             loss = closure_loss * divided if divided > 1 else closure_loss
-            engine.backward(loss, self._weight_of(closure_loss, weight, engine))
+            weighs = self._weight_of(closure_loss, weight, engine)
+            if self.mesh.size("pp") == 1:  # else at the step
+                engine.backward(loss, weighs)
         return precision.post_backward(closure_loss, module)  # type: ignore[no-any-return]
 
     @contextmanager
@@ -207,6 +214,9 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The closure (forward and backward), Lightning's hooks, and the engine's step, which clips."""
         result = closure()
+        if self.mesh.size("pp") > 1:
+            micros, self._cut_models.waiting[:] = self._cut_models.waiting[:], []
+            self._engine_of("optimizer_step").accumulate(micros)
         trainer = self.lightning_module.trainer
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)

@@ -64,39 +64,29 @@ class SharedLoss:
     def _loss(self, model: Any, micro: Mapping[str, Any]) -> tuple[Tensor, float | Tensor]:
         """Of a micro-batch, by TRL's code; its weight."""
         trainer, inputs = self.trainer, dict(micro)
-        known = inputs.pop("references", None)  # of the last stage
-        if known is not None:
-            inputs["ref_chosen_logps"], inputs["ref_rejected_logps"] = known.pair
+        if "references" in inputs:
+            inputs["ref_chosen_logps"], inputs["ref_rejected_logps"] = inputs.pop("references").pair
         weight = trainer.loss_weight(inputs)
-        before = getattr(trainer, "precompute_ref_logps", False)
-        trainer.precompute_ref_logps = self._references is not None
-        try:
-            with trainer.compute_loss_context_manager():
-                return trainer.compute_loss(model, inputs, num_items_in_batch=weight), weight
-        finally:
-            trainer.precompute_ref_logps = before
+        with trainer.compute_loss_context_manager():
+            return trainer.compute_loss(model, inputs, num_items_in_batch=weight), weight
 
     @contextmanager
-    def of_stages(self, micros: list[Any]) -> Iterator[list[Any]]:
-        """Micro-batches for a pipeline, which runs in here: with the reference's log probabilities on the last stage.
-        TRL's metrics, which that stage has alone, are afterwards on all ranks: the means over data ranks."""
+    def in_stages(self, micros: list[dict[str, Any]]) -> Iterator[None]:
+        """In here a pipeline runs: the last stage has the reference's log probabilities, and alone TRL's metrics. These
+        are afterwards on all ranks: the means over data ranks."""
         trainer, accelerator = self.trainer, self.trainer.accelerator
         if self._references is not None:
-            pairs = self._references.evaluate(micros)
-            if pairs:  # in no tensor of the micro-batch, which all stages have alike
-                micros = [
-                    dict(micro) | {"references": SimpleNamespace(pair=pair)}
-                    for micro, pair in zip(micros, pairs, strict=True)
-                ]
+            for micro, pair in zip(micros, self._references.evaluate(micros), strict=False):  # none before the last
+                micro["references"] = SimpleNamespace(pair=pair)  # in no tensor: all stages have these alike
         metrics, mode = trainer._metrics, "train" if trainer.model.training else "eval"
         before, tokens = metrics[mode], trainer._total_train_tokens
-        metrics[mode] = defaultdict(list)
+        metrics[mode], trainer.precompute_ref_logps = defaultdict(list), self._references is not None
         accelerator.gather = accelerator.gather_for_metrics = lambda value: value  # no stage waits for another one
         try:
-            yield micros
+            yield
         finally:
             del accelerator.gather, accelerator.gather_for_metrics
-            found, metrics[mode] = metrics[mode], before
+            found, metrics[mode], trainer.precompute_ref_logps = metrics[mode], before, False
         told = all_gather_object((dict(found), trainer._total_train_tokens - tokens), self.mesh)
         trainer._total_train_tokens = tokens + sum(new for _, new in told) // self._copies
         for name in {name for said, _ in told for name in said}:

@@ -6,38 +6,86 @@ The model is one of transformers: attached under cp, cut in place under tp, ep a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from isograd.comm import raw
+from isograd.comm.consensus import all_gather_object
 from isograd.core.contract import assemble, contract_of
 from isograd.core.mesh import Mesh
 from isograd.errors import IntegrationError
 from isograd.hf import BatchPart, attach, shard
 from isograd.integrations.world import mesh_for, refuse
+from isograd.pipeline.run import Pipeline
 
 
 class RowParts:
     """A forward that is called with whole rows and computes this rank's part of them. Without gradients, as in a
     validation, its loss is the mean over the labels of all parts, and its logits are of all tokens."""
 
-    def __init__(self, forward: Callable[..., Any], mesh: Mesh) -> None:
-        self.whole_rows, self._mesh = forward, mesh
+    def __init__(self, forward: Callable[..., Any], mesh: Mesh, waiting: list[dict[str, Any]]) -> None:
+        """waiting: gets the whole rows of a step under pp, whose stages run at its end."""
+        self.whole_rows, self._mesh, self._waiting = forward, mesh, waiting
         self.loss: Tensor | None = None  # of the last forward, until its backward
         self.weight = torch.zeros(())  # how many labels it is the mean of
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        part = shard(dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs, self._mesh)
+        if "stage" in kwargs:  # called by a pipeline
+            return self.whole_rows(*args, **kwargs)
+        rows = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
+        if self._mesh.size("pp") > 1:
+            return self._for_stages(rows)
+        part = shard(rows, self._mesh)
         output = self.whole_rows(**part.inputs)
         if not torch.is_grad_enabled():
             return _of_all_parts(output, part, self._mesh)
         self.loss, self.weight = output.get("loss"), part.weight
         return output
+
+    def _for_stages(self, rows: dict[str, Any]) -> Any:
+        """A loss that is NaN until the step; without gradients the mean over the labels of these rows."""
+        from transformers.modeling_outputs import CausalLMOutput
+
+        if torch.is_grad_enabled():
+            self._waiting.append(rows)
+            self.loss = torch.full((), math.nan, device=self._mesh.device)
+            return _LossOfStep(self.loss, self._mesh)
+        model: Any = getattr(self.whole_rows, "__self__", None)
+        found: Any = Pipeline(model, model.chunks, self._mesh).evaluate([rows])  # of the last stage
+        sums = [float(found[0][0] * found[0][1]), float(found[0][1])] if found else [0.0, 0.0]
+        total = torch.tensor(sums, dtype=torch.float64, device=self._mesh.device)
+        for axis in ("pp", "cp"):
+            total = raw.all_reduce(total, self._mesh.group(axis))
+        return CausalLMOutput(loss=total[0] / total[1].clamp(min=1))
+
+
+class _LossOfStep:
+    """Returned by a forward under pp: the loss, which has no value before the step, and nothing else."""
+
+    def __init__(self, loss: Tensor, mesh: Mesh) -> None:
+        self.loss, self._mesh = loss, mesh
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _not_the_loss(
+            f"output.{name}, which no stage has made yet", "return self.model(**batch).loss", self._mesh
+        )
+
+
+def _not_the_loss(seen: str, line: str, mesh: Mesh) -> IntegrationError:
+    return IntegrationError(
+        "IG861",
+        "under cp, tp or pp, a backward of something else than the loss of a prepared model",
+        seen=seen,
+        expected="the mean over the labels of this rank's part, undivided, which it weighs by itself",
+        fix=line,
+        where=mesh.describe_rank(),
+    )
 
 
 class CutModels:
@@ -45,12 +93,13 @@ class CutModels:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.shares_rows = mesh.size("cp") * mesh.size("tp") > 1
+        self.shares_rows = mesh.size("cp") * mesh.size("tp") * mesh.size("pp") > 1
         self._parts: list[RowParts] = []
+        self.waiting: list[dict[str, Any]] = []  # under pp: the micro-batches of the step
         self._replaced = WeakIdKeyDictionary()
 
     def cut(self, module: nn.Module) -> nn.Module:
-        """A model of transformers, or the one that stands in a module of the script's: it is cut under tp and ep,
+        """A model of transformers, or the one that stands in a module of the script's: it is cut under tp, ep and pp,
         attached under cp, and its forward is given whole rows. Returns it, or the module."""
         model: nn.Module = next((part for part in module.modules() if hasattr(part, "set_attn_implementation")), module)
         if isinstance(model.forward, RowParts):  # by another loop
@@ -65,11 +114,12 @@ class CutModels:
             f"{others[0] if others else ''}.requires_grad_(False); or a layout of dp and zero0 to zero3",
             self.mesh,
         )
+        self.waiting.clear()  # of a fit that an exception has ended
         self._replaced.update(cut_whole_model(model, self.mesh))
-        if self.mesh.size("cp") > 1:
+        if self.mesh.size("cp") > 1 and self.mesh.size("pp") == 1:
             attach(model, self.mesh)
         if self.shares_rows:
-            self._parts.append(RowParts(model.forward, self.mesh))
+            self._parts.append(RowParts(model.forward, self.mesh, self.waiting))
             model.forward = self._parts[-1]
         return model
 
@@ -82,14 +132,8 @@ class CutModels:
         where this loss, or a weight, is refused."""
         made = [part for part in self._parts if part.loss is loss]
         if weight is not None or len(made) != 1:
-            raise IntegrationError(
-                "IG861",
-                "under cp or tp, a backward of something else than the loss of a prepared model",
-                seen=f"weight={weight}" if made else "a loss that no prepared model has returned last",
-                expected="the mean over the labels of this rank's part, undivided, which it weighs by itself",
-                fix=line,
-                where=self.mesh.describe_rank(),
-            )
+            seen = f"weight={weight}" if made else "a loss that no prepared model has returned last"
+            raise _not_the_loss(seen, line, self.mesh)
         made[0].loss = None
         return made[0].weight
 
@@ -98,11 +142,12 @@ class CutStrategy:
     """What Lightning's and Fabric's strategies share: the mesh of a layout, and whose rows each rank gets."""
 
     layout: str | None
+    model_axes = "dp cp tp ep"  # of a layout
 
     @cached_property
     def mesh(self) -> Mesh:
         """Of the layout, over the ranks that the library has started."""
-        return mesh_for(self.layout, "dp cp tp ep")
+        return mesh_for(self.layout, self.model_axes)
 
     @cached_property
     def _cut_models(self) -> CutModels:
@@ -110,7 +155,7 @@ class CutStrategy:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The ranks of a cp or tp group get the same rows."""
+        """The ranks of a cp, tp or pp group get the same rows."""
         return {"num_replicas": self.mesh.size("dp"), "rank": self.mesh.index("dp")}
 
 
@@ -185,15 +230,31 @@ def whole_state(state: Mapping[str, Any], model: nn.Module, mesh: Mesh) -> dict[
     """A state dict of this rank's parts with whole parameters, on every rank."""
     parts = dict(model.named_parameters(remove_duplicate=False)) if cuts_model(mesh) else {}
     contracts = {name: contract for name, p in parts.items() if (contract := contract_of(p)) is not None}
-    return {
+    whole = {
         name: assemble(value.detach(), contracts[name], mesh) if name in contracts else value
         for name, value in state.items()
     }
+    return _of_all_stages(whole, mesh) if mesh.size("pp") > 1 else whole
+
+
+def _of_all_stages(state: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """The tensors of every stage; of one that several have, the first's."""
+    whole, group = dict(state), mesh.group("pp")
+    forms = {n: (list(v.shape), str(v.dtype)) for n, v in state.items() if isinstance(v, Tensor)}
+    every = all_gather_object(forms, mesh, "pp")
+    holders = {name: rank for rank in reversed(range(group.size)) for name in every[rank]}
+    for name, source in holders.items():
+        shape, dtype = every[source][name]
+        value = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=mesh.device)
+        whole[name] = state[name].clone() if source == group.index else value
+        raw.broadcast_(whole[name], group, source)
+    return whole
 
 
 def part_of_state(state: Mapping[str, Any], model: nn.Module, mesh: Mesh) -> dict[str, Any]:
     """A state dict of whole parameters with those parts of them that this rank has."""
-    parts = dict(state)
+    own = model.state_dict(keep_vars=True) if mesh.size("pp") > 1 else state
+    parts = {name: value for name, value in state.items() if name in own}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         contract = contract_of(parameter)
         if contract is not None and name in parts and parts[name].shape == contract.shape:

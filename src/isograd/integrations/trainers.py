@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from pathlib import Path
@@ -90,7 +90,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             self.accelerator.prepare_data_loader = self._prepare_data_loader
         if self.mesh.size("cp") > 1 and not hasattr(self.model, "_isograd_attached"):  # ig.hf.load has attached its own
             attach(self.model, self.mesh)
-        self._shared_loss = SharedLoss(self, self.mesh) if self.shares_loss else None
+        around = SharedLoss(self, self.mesh).in_stages if self.shares_loss else nullcontext
+        self._in_stages: Callable[[list[Any]], AbstractContextManager[Any]] = around  # a pipeline of micro-batches
         self._micros: list[Any] = []  # of the step under way
         self._waiting: list[Any] = []  # those of them that a pipeline has not run yet
         self._weight: float | Tensor = 0.0  # of the micro-batch under way
@@ -267,13 +268,13 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any) -> Any:
         """The Trainer's. Of cut sequences: the loss is the mean over the labels of all parts, and logits are of all."""
-        pipelined = self.mesh.size("pp") > 1
-        if not self._shares_rows or (self.shares_loss and not pipelined):
+        staged = self.mesh.size("pp") > 1
+        if not self._shares_rows or (self.shares_loss and not staged):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         inputs = self._prepare_inputs(inputs)
-        if pipelined:
-            with self._run_of_stages([inputs]) as micros:
-                return torch.tensor(self.engine.evaluate(micros).loss, device=self.args.device), None, None
+        if staged:
+            with self._in_stages([inputs]):
+                return torch.tensor(self.engine.evaluate([inputs]).loss, device=self.args.device), None, None
         with self.compute_loss_context_manager():
             loss, logits = evaluated(model, inputs, self.mesh, logits=not prediction_loss_only)
         return loss, logits, None if prediction_loss_only else inputs.get("labels")
@@ -332,14 +333,10 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         self.model.train()
         self._waiting.append(self._prepare_inputs(inputs))
         if self.accelerator.sync_gradients:
-            waiting, self._waiting = self._waiting, []
-            with self._run_of_stages(waiting) as micros:
+            micros, self._waiting = self._waiting, []
+            with self._in_stages(micros):
                 self.engine.accumulate(micros)
         return torch.zeros((), device=self.args.device)
-
-    def _run_of_stages(self, micros: list[Any]) -> AbstractContextManager[list[Any]]:
-        """What goes through the stages in here."""
-        return nullcontext(micros) if self._shared_loss is None else self._shared_loss.of_stages(micros)
 
     def _report_failure(self, error: Exception) -> None:
         """Tell the other ranks, which wait at their step, that this one failed. (A loss that communicates may have them

@@ -87,8 +87,8 @@ def mesh_for(layout: str | None, axes: str = "dp") -> Mesh:
             seen=str(mesh.layout),
             expected=f"{' and '.join(axes.split())} with zero0 to zero3",
             fix="cp, tp, ep: Trainer = ig.integrations.trainer(Trainer, 'dp2 cp2 ulysses zero1'), or accelerate, "
-            "Lightning or DeepSpeed. pp: model = ig.hf.load(folder, mesh); engine = ig.Engine(model, mesh, optimizer); "
-            "engine.train_step(batch, micro_batches=4)",
+            "Lightning or DeepSpeed. pp: the Trainer or Lightning; or model = ig.hf.load(folder, mesh); "
+            "engine = ig.Engine(model, mesh, optimizer); engine.train_step(batch, micro_batches=4)",
             where=mesh.describe_rank(),
         )
     return mesh
