@@ -60,7 +60,8 @@ def walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
             yield path, value
     elif depth < DEEPEST and isinstance(value, Mapping):
         for name, inner in list(value.items())[:LONGEST]:
-            yield from walk(inner, f"{path}.{name}", depth + 1)
+            if isinstance(name, str | int):  # a parameter as a key may have no memory just now (FSDP2)
+                yield from walk(inner, f"{path}.{name}", depth + 1)
     elif depth < DEEPEST and isinstance(value, (list, tuple)):
         for i, inner in enumerate(value[:LONGEST]):
             yield from walk(inner, f"{path}.{i}", depth + 1)
