@@ -47,7 +47,7 @@ class _Call:
         return [t for t in foreign.tensors_in(self.given) if t.is_floating_point()]
 
 
-class Stages:
+class StageCalls:
     """The calls of a step. `why`: they cannot be computed once more."""
 
     def __init__(self, capture: Capture) -> None:
