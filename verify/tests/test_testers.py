@@ -90,3 +90,37 @@ def test_a_signal_from_outside_is_not_the_program_s_fault(tmp_path: Path) -> Non
     assert (own, found.verdict) == (143, INCONCLUSIVE)
     assert report.subjects[0].name == f"python train.py {os.getpid()}"
     assert found.sentence.startswith("SIGTERM was sent to isograd-verify")
+
+
+@pytest.mark.parametrize(
+    ("kind", "alone", "beside"),
+    [
+        ("no_sync", (BUG, "nosync-missing"), (BUG, "nosync-missing")),
+        ("reduced", (INCONCLUSIVE, "cut-graph"), (BUG, "ulysses-scale")),
+        ("adapter", (BUG, "outside-wrapper"), (BUG, "outside-wrapper")),
+        ("ignored", (BUG, "outside-wrapper"), (BUG, "outside-wrapper")),
+        ("inverted", (BUG, "nosync-missing"), (BUG, "nosync-missing")),
+        ("anew", (BUG, "copies-begin-apart"), (BUG, "copies-begin-apart")),
+        ("head", (BUG, "unowned"), (BUG, "unowned")),
+    ],
+)
+def test_a_habit_is_named_and_its_right_twin_passes(
+    judged: Any, watched: Any, kind: str, alone: tuple[str, str], beside: tuple[str, str]
+) -> None:
+    for look, wanted in ((watched, alone), (judged, beside)):
+        right, wrong = look(testers.habit, kind, False), look(testers.habit, kind, True)
+        assert (right.verdict, said(right)) == (PASS, []), right.findings
+        assert wanted in said(wrong) and {bug for v, bug in said(wrong) if v == BUG} <= {wanted[1]}, wrong.findings
+
+
+def test_inputs_that_need_a_gradient_are_given_to_one_device(judged: Any) -> None:
+    right, wrong = judged(testers.penalised, False), judged(testers.penalised, True)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    assert said(wrong) == [(BUG, "ulysses-scale")], wrong.findings
+
+
+def test_running_statistics_that_a_teacher_in_eval_mode_uses_are_flagged(watched: Any) -> None:
+    right, wrong = watched(testers.evaluated, False), watched(testers.evaluated, True)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    assert said(wrong) == [(INCONCLUSIVE, "statistic-unreduced")], wrong.findings
+    assert "running_mean" in next(f.sentence for f in wrong.findings if f.verdict == INCONCLUSIVE)

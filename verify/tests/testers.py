@@ -3,6 +3,7 @@ must be said of them, alone and beside one device."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -280,3 +283,106 @@ def clamped(wrong: bool, steps: int = 4) -> None:
             nn.utils.clip_grad_value_(wrapped.parameters(), 0.01)
         optimizer.step()
         optimizer.zero_grad()
+
+
+# -- habits: what public issues tell of, under plain DDP and FSDP2 ---------------------------------------------------
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 5))
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter beside it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.down, self.up = inner, nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) + self.up(self.down(x))
+        return out
+
+
+def habit(kind: str, wrong: bool, steps: int = 4) -> None:
+    """`wrong`: "no_sync", forward is inside of no_sync and backward is not; "reduced", the loss is averaged over ranks
+    before backward; "adapter", it is put in behind the wrapper; "ignored", what FSDP2 ignores is not reduced;
+    "inverted", FSDP2 reduces the first micro-batch in place of the last; "anew", a weight is drawn behind the wrapper;
+    "head", it is replaced when the optimizer is there already."""
+    model, world = layers(), dist.get_world_size()
+    owned = list(model.parameters())
+    if kind == "head":
+        model[4] = nn.Linear(8, 5)
+    if kind == "adapter" and not wrong:
+        model[2] = Adapted(model[2])
+    ignored = set(model[4].parameters()) if kind == "ignored" else set()
+    sharded = kind in ("ignored", "inverted")
+    mesh = init_device_mesh("cpu", (world,)) if sharded else None
+    net: Any = fully_shard(model, mesh=mesh, ignored_params=ignored) if sharded else DistributedDataParallel(model)
+    own = torch.Generator().manual_seed(10 + dist.get_rank())
+    if kind == "adapter" and wrong:
+        model[2] = Adapted(model[2])
+    if kind == "anew" and wrong:
+        nn.init.normal_(model[0].weight, generator=own)
+    optimizer = torch.optim.SGD(owned if kind == "head" and wrong else model.parameters(), lr=0.1)
+    for _ in range(steps):
+        for micro in range(3):
+            last = micro == (0 if kind == "inverted" and wrong else 2)
+            if sharded:
+                net.set_requires_gradient_sync(last)
+            x, y = torch.randn(8, 6, generator=own), torch.randint(5, (8,), generator=own)
+            with nullcontext() if sharded or (last and not (kind == "no_sync" and wrong)) else net.no_sync():
+                loss = F.cross_entropy(net(x), y) / 3
+                if not wrong:
+                    loss.backward()
+            if kind == "reduced" and wrong:
+                dist.all_reduce(loss)
+                loss = loss / world
+            if wrong:
+                loss.backward()
+        for p in ignored if not wrong else ():
+            dist.all_reduce(p.grad)
+            p.grad /= world
+        optimizer.step()
+        net.zero_grad()
+
+
+def penalised(wrong: bool, steps: int = 4) -> None:
+    """A loss with the gradient to the model's inputs. `wrong`: a hook forgets to divide."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    wrapped = DistributedDataParallel(model)
+    if wrong:
+        wrapped.register_comm_hook(None, summed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        x = torch.randn(8, 6, generator=own, dtype=torch.float64).requires_grad_()
+        out = wrapped(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (out.square().mean() + slope.square().sum(1).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def summed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def evaluated(wrong: bool, steps: int = 6) -> None:
+    """A teacher in eval mode with the student's running statistics. `wrong`: on each rank those of its own rows."""
+    torch.manual_seed(0)
+    student = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 5))
+    teacher = deepcopy(student).eval().requires_grad_(False)
+    model = DistributedDataParallel(student, broadcast_buffers=not wrong)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        x = torch.randn(8, 6, generator=own) + dist.get_rank()
+        F.mse_loss(model(x), teacher(x) + 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for kept, made in zip(teacher.buffers(), student.buffers(), strict=True):
+            kept.copy_(made)
+            if not wrong:
+                dist.broadcast(kept, 0)

@@ -29,10 +29,10 @@ class _Chain:
 
     def __init__(self, candidate: Recording, step: int) -> None:
         self.candidate, self.step = candidate, step
-        told = [(record, event) for record in candidate.ranks for event in record.of(Staged, step)]
-        self.calls: dict[Call, Staged] = {(record.rank, event.call): event for record, event in told if not event.why}
+        told = [(record.rank, event) for record in candidate.ranks for event in record.of(Staged, step)]
         if stopped := next((event.why for _, event in told if event.why), ""):
             raise NoReference(stopped, SAME_DATA)
+        self.calls: dict[Call, Staged] = {(rank, event.call): event for rank, event in told}
         self.makers: dict[str, list[Call]] = defaultdict(list)
         self.takers: dict[str, list[tuple[Call, int]]] = defaultdict(list)
         for call, event in self.calls.items():
@@ -40,48 +40,30 @@ class _Chain:
                 self.makers[digest].append(call)
             for i, digest in enumerate(event.given):
                 self.takers[digest].append((call, i))
-        self.depths: dict[Call, int] = {}
+        self.last = [call for call, event in self.calls.items() if not any(made in self.takers for made in event.made)]
         for call in self.calls:
             self._check(call)
-        if not any(map(self.depth, self.calls)):
-            raise NoReference("no stage is given what another one has made", SAME_DATA)
-
-    @property
-    def last(self) -> list[Call]:
-        """The calls whose outputs no stage is given."""
-        return [call for call, event in self.calls.items() if not any(made in self.takers for made in event.made)]
 
     def depth(self, call: Call) -> int:
         """How many stages stand before a call's."""
-        if call not in self.depths:
-            before = [maker for given in self.calls[call].given for maker in self.makers.get(given, ())]
-            self.depths[call] = 1 + max(map(self.depth, before), default=-1)
-        return self.depths[call]
+        makers = [maker for given in self.calls[call].given for maker in self.makers.get(given, [])[:1]]
+        return 1 + max(map(self.depth, makers), default=-1)
 
     def _tensors(self, call: Call, kind: str) -> dict[int, Tensor]:
-        record = self.candidate.ranks[call[0]]
-        return {int(i): t for i, t in record.group(self.step, f"stage/{call[1]}/{kind}").items()}
+        found = self.candidate.ranks[call[0]].group(self.step, f"stage/{call[1]}/{kind}")
+        return {int(number): tensor for number, tensor in found.items()}
 
     def _check(self, call: Call) -> None:
-        """A call makes once more what it made, was given what another made, and got back what the next one sends."""
-        event, (rank, number) = self.calls[call], call
-        own = self.candidate.ranks[rank]
-        where = f"the stage that is called at {event.site} on rank {rank}, call {number + 1} of its step,"
-        kinds = {about.dtype for about in own.of(Step, self.step)[0].parameters.values()}
-        limit = max((tolerances.LIMITS.get(kind, (0.0, 0.0))[1] for kind in kinds), default=0.0)
-        error = own.tensors(self.step).get(f"stage/{number}/error")
-        if error is None or float(error.max()) > limit:
-            raise NoReference(f"{where} makes something else when it is computed once more", SAME_DATA)
-        sent = self._tensors(call, "in")
-        if alien := [i for i in sent if event.given[i] not in self.makers]:
-            raise NoReference(f"{where} is given as argument {alien[0]} what no stage has made", SAME_DATA)
+        """A call was given what another made, and got back what those send that were given what it made."""
+        event, kinds = self.calls[call], self.candidate.ranks[call[0]].of(Step, self.step)[0].parameters.values()
+        where = f"the stage that is called at {event.site} on rank {call[0]}, call {call[1] + 1} of its step,"
+        limit = max((tolerances.LIMITS.get(about.dtype, (0.0, 0.0))[1] for about in kinds), default=0.0)
+        if any(event.given[i] not in self.makers for i in self._tensors(call, "in")):
+            raise NoReference(f"{where} is given what no stage has made", SAME_DATA)
         for i, came in self._tensors(call, "out").items():
             takers = self.takers.get(event.made[i], [])
-            if not takers:
-                continue
-            parts = [back[j] for taker, j in takers if j in (back := self._tensors(taker, "in"))]
-            whole = torch.stack(parts).sum(0) / len(self.makers[event.made[i]]) if parts else torch.zeros_like(came)
-            if float((whole - came).norm()) > limit * max(float(whole.norm()), float(came.norm())):
+            sent = sum((self._tensors(taker, "in").get(j, torch.zeros(1)) for taker, j in takers), torch.zeros(1))
+            if takers and float((sent / len(self.makers[event.made[i]]) - came).norm()) > limit * float(came.norm()):
                 raise NoReference(
                     f"{where} got back another gradient than the next stage's backward makes on one device", SAME_DATA
                 )
@@ -121,28 +103,24 @@ def _by_stage(candidate: Recording, chains: dict[int, _Chain]) -> Recording:
     ranks = []
     for record in candidate.ranks:
         own = {n: f"stage{stage}.{n}" for (r, n), stage in stages.items() if r == record.rank and len(several[n]) > 1}
-        steps = {step: {_renamed(path, own): t for path, t in record.tensors(step).items()} for step in record.steps}
+        split = {
+            step: [(*path.rpartition("/"), t) for path, t in record.tensors(step).items()] for step in record.steps
+        }
+        steps = {step: {head + bar + own.get(n, n): t for head, bar, n, t in of} for step, of in split.items()}
         ranks.append(replace(record, events=[_event(event, own) for event in record.events], _steps=steps))
     found = Recording(candidate.path)
     found.ranks = ranks
     return found
 
 
-def _renamed(path: str, names: dict[str, str]) -> str:
-    head, _, name = path.rpartition("/")
-    return f"{head}/{names[name]}" if head and name in names else path
-
-
 def _event(event: Any, names: dict[str, str]) -> Any:
     """An event that speaks of parameters, with other names."""
-    changed: dict[str, Any] = {}
-    for key in ("parameters", "hashes"):
-        if hasattr(event, key):
-            changed[key] = {names.get(name, name): value for name, value in getattr(event, key).items()}
-    for key in ("covers", "names"):
-        if hasattr(event, key):
-            changed[key] = tuple(names.get(name, name) for name in getattr(event, key))
-    return replace(event, **changed) if changed else event
+    held = {key: value for key in ("parameters", "hashes", "covers", "names") if (value := vars(event).get(key))}
+    renamed = {
+        key: {names.get(n, n): v for n, v in of.items()} if isinstance(of, dict) else tuple(names.get(n, n) for n in of)
+        for key, of in held.items()
+    }
+    return replace(event, **renamed) if renamed else event
 
 
 def _loss(chain: _Chain) -> tuple[RankRecord, list[RankRecord]]:
@@ -176,19 +154,16 @@ def _write(candidate: Recording, chain: _Chain, factor: float, writer: RankWrite
     tensors: dict[str, Tensor] = {}
     totals: dict[str, Tensor] = {}
     about: dict[str, Parameter] = {}
-    for record in candidate.ranks:
-        for name, told in record.of(Step, chain.step)[0].parameters.items():
-            if (one := record.tensors(chain.step).get(f"one/{name}")) is not None:
-                totals[name] = totals[name] + factor * one if name in totals else factor * one
-                about.setdefault(name, replace(told, gradient_hash="", gradient=True, finite=True, box=None))
-        for path, value in record.tensors(chain.step).items():
-            if path.startswith(("parameter/", "along/parameter/")):
-                tensors.setdefault(path, value)
     tied = defaultdict(set)  # of several stages: one tensor at first, and one gradient
     for record in candidate.ranks:
+        own = record.tensors(chain.step)
+        kept = {path: value for path, value in own.items() if path.startswith(("parameter/", "along/parameter/"))}
+        tensors = kept | tensors
         for name, told in record.of(Step, chain.step)[0].parameters.items():
-            if name in totals and not told.constant:
-                tied[told.before, told.gradient_hash].add(name)
+            if (one := own.get(f"one/{name}")) is not None:
+                totals[name] = totals.get(name, 0) + factor * one
+                about.setdefault(name, replace(told, gradient_hash="", gradient=True, finite=True))
+                tied[name if told.constant else told.before + told.gradient_hash].add(name)
     for names in tied.values():
         totals |= dict.fromkeys(names, torch.stack([totals[name] for name in sorted(names)]).sum(0))
     for name, total in totals.items():

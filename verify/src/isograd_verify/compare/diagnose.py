@@ -21,7 +21,7 @@ from isograd_verify.compare.placement import Value, projected
 from isograd_verify.compare.values import contributions, folded, sides
 from isograd_verify.judge import patterns
 from isograd_verify.judge.analysis import Analysis, Observed
-from isograd_verify.judge.checks.gradients import never_summed
+from isograd_verify.judge.checks.gradients import never_summed, own_only
 from isograd_verify.judge.checks.norms import clipped_apart
 from isograd_verify.judge.checks.traffic import reductions
 from isograd_verify.judge.contributions import Fit, fit
@@ -81,6 +81,9 @@ def _single_numbers(analysis: Analysis, groups: dict[tuple[str, float], list[str
     for key in odd:
         if unreduced is not None and all(math.prod(analysis.info(name).whole) == 1 for name in groups[key]):
             groups[unreduced] += groups.pop(key)
+    for key in [key for key in groups if key[0] == UNKNOWN and unreduced is not None]:
+        if all(own_only(analysis, name) for name in groups[key]):
+            groups[unreduced] += groups.pop(key)  # type: ignore[index]
 
 
 def _through_scores(found: list[Finding], strange: list[str]) -> list[Finding]:

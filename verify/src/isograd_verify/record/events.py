@@ -117,7 +117,7 @@ class Collective(Event):
     n: int
     op: str
     group: tuple[int, ...]
-    peer: int = -1  # to which rank a send goes
+    peer: int = -1  # of a send
     dtype: str = ""
     numel: int = 0
     bytes: int = 0
@@ -264,7 +264,7 @@ class Carried(Event):
     kind: ClassVar[str] = "carried"
     name: str
     began: str  # its hash when it was first seen
-    own: str  # before the call that used it; then a wrapper may have made it that of rank 0
+    own: str  # before a wrapper made it that of rank 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,9 +336,8 @@ class ForwardInputs(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Staged(Event):
-    """A gradient came back to what a call of a part of the model made, told before it goes on: digests of what that was
-    given and made. In the step's file stand what the call's backward gives on one device: sums over calls under
-    `one/NAME`, sketches under `stage/CALL/`. `why`: that of the step could not be computed."""
+    """A gradient came back to what a call of the outermost module made: digests of what that was given and made. What
+    its backward gives on one device stands in the step's file, or `why` it does not (watch/stages.py)."""
 
     kind: ClassVar[str] = "staged"
     call: int  # in this step
@@ -446,9 +445,6 @@ class Result(Event):
 
 
 KINDS: dict[str, type[Event]] = {one.kind: one for one in Event.__subclasses__()}
-
-
-# -- as JSON -----------------------------------------------------------------------------------------------------
 
 
 def line(event: Event) -> str:

@@ -35,7 +35,6 @@ from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, 
 from isograd_verify.compare.states import carried, local, moved, moving, step_of
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.clips import bound
-from isograd_verify.judge.consequences import without_consequences
 from isograd_verify.record.events import Backward, Collective, Lost, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
@@ -87,8 +86,7 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
         beside.findings += [Finding(NOTE, "", TOGETHER)] if together else []
         beside.findings += [Finding(NOTE, "", CHAINED)] if chain else []
         if beside.verdict != BUG:
-            told = [*beside.findings, *_carried(one, again, beside.errors)]
-            beside.findings = without_consequences(told)
+            beside.findings += _carried(one, again, beside.errors)
         if beside.verdict == PASS and "1" in reference.about.get("again", {}):
             micros = [fed.micro for fed in again if fed.of == 1 and fed.rank == 0]
             beside.findings += _at_once(one, reference, micros, beside.errors)
@@ -96,7 +94,8 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
         last, why = max(reference.steps), reference.about.get("why")
         if why and last < max(candidate.steps):
             beside.findings.append(Finding(NOTE, "", f"not compared with one device behind step {last}: {why}"))
-            later = [f for f in subject.findings if f.verdict != NOTE and step_of(f) > last]
+            named = {f.bug for f in beside.findings if f.verdict == BUG and f.bug}
+            later = [f for f in subject.findings if f.verdict != NOTE and step_of(f) > last and f.bug not in named]
             beside.findings += [carried(candidate, again, f) for f in later]
         if beside.verdict == PASS:  # each rank's rows were given with what the rank had carried
             own = [f for f in subject.findings if f.verdict == INCONCLUSIVE and f.bug == "statistic-unreduced"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from isograd_verify.record.sketch import digest
 from isograd_verify.watch import foreign
 from isograd_verify.watch.randomness import generators
-from isograd_verify.watch.stages import Stages
+from isograd_verify.watch.stages import StageCalls
 from isograd_verify.watch.variables import found, variables, walk
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Calls:
         self.last = {GRAPH: (0, -1, -1), CACHE: (0, -1, -1)}  # of each kind the last call: step, micro-batch, number
         self.began: dict[str, str] = {}  # what modules carry, when it was first seen
         self.cached = 0  # bytes of calls without a graph: together no more than those of one call
-        self.stages = Stages(capture)
+        self.stages = StageCalls(capture)
         capture.beside = True
         capture.hooks.wrap(nn.Module, "__call__", self._called)
         capture.hooks.wrap(torch.autograd, "backward", self._backward)

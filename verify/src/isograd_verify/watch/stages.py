@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import unserializable_hook
 
+from isograd_verify import tolerances
 from isograd_verify.record.events import Staged
 from isograd_verify.record.sketch import digest, sketch
 from isograd_verify.watch import foreign
@@ -34,16 +35,20 @@ class _Call:
     """One call: what it was given, with a memory of its own, what it made, and what came back to that."""
 
     module: nn.Module
-    given: tuple[Any, Any]
+    given: list[Any]
     states: dict[str, Tensor]  # buffers, and of the random generators
     site: str
     named: dict[str, Tensor] = field(default_factory=dict)  # its parameters
     made: list[Tensor] = field(default_factory=list)
     back: dict[int, Tensor] = field(default_factory=dict)
 
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [t for t in foreign.tensors_in(self.given) if t.is_floating_point()]
 
-class Stages:
-    """The calls of a step."""
+
+class StageCalls:
+    """The calls of a step. `why`: they cannot be computed once more."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -55,36 +60,31 @@ class Stages:
     def called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A module that learns is called from outside any other, with a graph."""
         c, before, begun = self.capture, self.capture.numbers, len(self.calls)
-        if foreign.infers_shapes():
-            return original(module, *args, **kwargs)
-        c.guarded(self._begin, "stages")(module, args, kwargs)
+        if not self.why and not foreign.infers_shapes():
+            c.guarded(self._begin, "stages")(module, args, kwargs)
         result = original(module, *args, **kwargs)
         if len(self.calls) > begun:
             c.guarded(self._end, "stages")(self.calls[-1], result, c.numbers > before)
         return result
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = tree_map_only(Tensor, _copy, (args, kwargs))
-        self.size += sum(t.numel() * t.element_size() for t in foreign.tensors_in(list(given)))
+        given = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), [args, kwargs])
         states = {name: buffer.clone() for name, buffer in module.named_buffers()} | generators()
-        call = _Call(module, given, states, call_site(self.capture.base))
-        if self.size > LIMIT:
-            self.calls.clear()
-            self.why = self.why or f"what the stages at {call.site} are given in a step is larger than {LIMIT} bytes"
-        if not self.why:
-            self.calls.append(call)
+        self.size += sum(t.numel() * t.element_size() for t in foreign.tensors_in(given))
+        self.calls.append(_Call(module, given, states, call_site(self.capture.base)))
 
     def _end(self, call: _Call, result: Any, communicates: bool) -> None:
         own = {id(p) for p in call.module.parameters() if p.requires_grad}
-        names = self.capture.learn_names().items()
-        call.named = {name: p for name, p in names if isinstance(p, Tensor) and id(p) in own}
-        if communicates:
-            self.why = f"the stage that is called at {call.site} communicates by itself"
+        named = self.capture.learn_names().items()
+        call.named = {name: p for name, p in named if isinstance(p, Tensor) and id(p) in own}
         call.made = [t for t in foreign.tensors_in(result) if t.requires_grad]
-        every = (*call.named.values(), *call.made, *foreign.tensors_in(list(call.given)))
-        if len(call.named) < len(own) or any(isinstance(t, foreign.DTensor) for t in every):
-            self.why = f"of what the stage that is called at {call.site} holds or is given a rank has a part"
-            self.calls.clear()
+        every = (*call.named.values(), *call.made, *call.inputs)
+        cut = len(call.named) < len(own) or any(isinstance(t, foreign.DTensor) for t in every)
+        if communicates or cut or self.size > LIMIT:
+            what = (
+                "communicates by itself" if communicates else "is cut" if cut else f"is given more than {LIMIT} bytes"
+            )
+            self.calls, self.why = [], f"the stage that is called at {call.site} {what}"
             return
         for number, output in enumerate(call.made):
             arrives = self.capture.guarded(partial(self._arrives, call, number), "stages")
@@ -95,63 +95,49 @@ class Stages:
         if gradient is None or call not in self.calls:
             return
         if not call.back:
-            args = foreign.tensors_in(list(call.given))
-            given, made = (tuple(digest(t) for t in of if t.is_floating_point()) for of in (args, call.made))
-            about = Staged(
-                *self.capture.now, call=self.calls.index(call), site=call.site, given=given, made=made,
-                names=tuple(call.named),
-            )  # fmt: skip
-            self.capture.event(about)
-        came = gradient.detach().clone()
-        call.back[number] = call.back[number] + came if number in call.back else came
+            given, made = (tuple(map(digest, of)) for of in (call.inputs, call.made))
+            at, names = self.calls.index(call), tuple(call.named)
+            told = Staged(*self.capture.now, call=at, site=call.site, given=given, made=made, names=names)
+            self.capture.event(told)
+        call.back[number] = call.back.get(number, 0) + gradient.detach().clone()
 
     def _again(self) -> None:
         """All calls to which something came back, in a program whose ranks send one another what stages make."""
-        c, calls, why = self.capture, self.calls, self.why
-        self.calls, self.size, self.why = [], 0, ""
-        if not c.posted:
-            return
-        if why:
-            c.event(Staged(*c.now, call=-1, site="", why=why))
+        c, calls = self.capture, self.calls
         c.active, now = False, generators()
         try:
-            for number, call in enumerate(calls if not why else ()):
-                self._compute(call, number)
+            for number, call in enumerate(calls if c.posted else ()):
+                if call.back:
+                    self._compute(call, number)
         finally:
             set_generators(now)
-            c.active, c.posted = True, False
+            c.active = True
+        if self.why:
+            c.event(Staged(*c.now, call=-1, site="", why=self.why))
+        self.calls, self.size, self.why, c.posted = [], 0, "", False
 
     def _compute(self, call: _Call, number: int) -> None:
         c, module = self.capture, call.module
-        if not call.back:  # an evaluation
-            return
         while foreign.shell(module):
             module = next(iter(module.children()))
-        buffers = {name: (buffer, buffer.clone()) for name, buffer in module.named_buffers()}
-        for name, (buffer, _) in buffers.items():
-            buffer.data.copy_(call.states.get(name, buffer))
+        buffers = [(call.states.get(name, b), b, b.clone()) for name, b in module.named_buffers()]
+        for was, buffer, _ in buffers:
+            buffer.data.copy_(was)
         set_generators(call.states)
-        args, kwargs = call.given
         with torch.enable_grad():
-            made = [t for t in foreign.tensors_in(module(*args, **kwargs)) if t.requires_grad]
-        for buffer, value in buffers.values():
-            buffer.data.copy_(value)
-        inputs = [t for t in foreign.tensors_in(list(call.given)) if t.is_floating_point()]
-        wanted = {f"one/{n}": p for n, p in call.named.items()}
-        wanted |= {f"stage/{number}/in/{i}": t for i, t in enumerate(inputs) if t.requires_grad}
-        apart = [
-            float((a - b).detach().norm() / b.norm().clamp_min(1e-30)) for a, b in zip(made, call.made, strict=True)
-        ]
-        c.tensors[f"stage/{number}/error"] = torch.tensor(apart)
+            made = [t for t in foreign.tensors_in(module(*call.given[0], **call.given[1])) if t.requires_grad]
+        for _, buffer, now in buffers:
+            buffer.data.copy_(now)
+        if any(
+            float((a - b).norm()) > tolerances.START * float(b.norm()) for a, b in zip(made, call.made, strict=True)
+        ):
+            self.why = f"the stage that is called at {call.site} makes something else when it is computed once more"
+        wanted = {f"one/{name}": p for name, p in call.named.items()}
+        wanted |= {f"stage/{number}/in/{i}": t for i, t in enumerate(call.inputs) if t.requires_grad}
         back = [made[i] for i in call.back]
         gradients = torch.autograd.grad(back, list(wanted.values()), list(call.back.values()), allow_unused=True)
         for name, gradient in zip(wanted, gradients, strict=True):
-            if gradient is not None and name.startswith("one/"):
-                c.tensors[name] = c.tensors[name] + gradient if name in c.tensors else gradient.clone()
-            elif gradient is not None:
-                c.tensors[name] = sketch(gradient)
+            if gradient is not None:
+                part = gradient.clone() if name in c.tensors or name.startswith("one/") else sketch(gradient)
+                c.tensors[name] = c.tensors[name] + part if name in c.tensors else part
         c.tensors |= {f"stage/{number}/out/{i}": sketch(gradient) for i, gradient in call.back.items()}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -55,12 +55,14 @@ def walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, Tensor):
         plain = value.layout is torch.strided and not value.is_nested and not isinstance(value, foreign.DTensor)
         # Single numbers in variables are counts, not data; one that the model is given divides its loss.
-        data = value.dim() or path.startswith("argument/")
-        if plain and data and value.numel() and not value.requires_grad:
+        given = path.startswith("argument/")
+        own = not value.requires_grad or (given and value.is_leaf and not isinstance(value, nn.Parameter))
+        if plain and (value.dim() or given) and value.numel() and own:
             yield path, value
     elif depth < DEEPEST and isinstance(value, Mapping):
         for name, inner in list(value.items())[:LONGEST]:
-            yield from walk(inner, f"{path}.{name}", depth + 1)
+            if isinstance(name, str | int):  # a parameter as a key may have no memory just now (FSDP2)
+                yield from walk(inner, f"{path}.{name}", depth + 1)
     elif depth < DEEPEST and isinstance(value, (list, tuple)):
         for i, inner in enumerate(value[:LONGEST]):
             yield from walk(inner, f"{path}.{i}", depth + 1)

@@ -60,16 +60,18 @@ def copies(analysis: Analysis) -> Iterator[Finding]:
     """
     if analysis.step != analysis.recording.steps[0]:
         return
-    apart: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    apart: dict[tuple[tuple[int, ...], str], list[str]] = {}
     for name in analysis.names:
         ranks = tuple(analysis.holders(name))
         infos = [analysis.about[rank][name] for rank in ranks]
         differ = len(analysis.replica_sets(name)) == len(ranks) > 1 and len({info.shape for info in infos}) == 1
         trainable = infos[0].trainable
         alike = all(info.trainable is trainable and info.box is None for info in infos)
-        if differ and alike and not (trainable and _summed(analysis, name, ranks)):
-            apart.setdefault((ranks, trainable), []).append(name)
-    for (ranks, trainable), names in apart.items():
+        if differ and alike:
+            what = "no gradient reaches them" if not trainable else "each gradient is its own"
+            what = "their gradients are summed" if trainable and _summed(analysis, name, ranks) else what
+            apart.setdefault((ranks, what), []).append(name)
+    for (ranks, what), names in apart.items():
         summed = any(set(ranks) <= set(event.group) for event in reductions(analysis))
         if not summed or not _data_ranks(analysis, ranks) or _exchange(analysis, ranks):
             continue
@@ -77,9 +79,8 @@ def copies(analysis: Analysis) -> Iterator[Finding]:
             continue
         axis = axis_over(analysis.recording, ranks)
         sentence = (
-            f"step {analysis.step}: {listed(names)} began with other values on each of {spell(ranks)}, and "
-            f"{'each gradient is its own' if trainable else 'no gradient reaches them'}, while other tensors are "
-            "copies whose gradients are summed over them"
+            f"step {analysis.step}: {listed(names)} began with other values on each of {spell(ranks)}, and {what}, "
+            "while other tensors are copies whose gradients are summed over them"
         )
         yield finding(BUG, "copies-begin-apart", sentence, tensors=tuple(names), axis=axis)
 

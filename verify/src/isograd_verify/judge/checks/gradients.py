@@ -12,7 +12,7 @@ from isograd_verify.judge import patterns
 from isograd_verify.judge.analysis import ELSEWHERE, Analysis, Observed
 from isograd_verify.judge.checks.norms import clipped_apart
 from isograd_verify.judge.checks.traffic import reduced_in_half, reductions
-from isograd_verify.judge.contributions import Fit
+from isograd_verify.judge.contributions import Fit, fit
 from isograd_verify.judge.naming import bug_of, class_of, classes_of
 from isograd_verify.judge.patterns import Symptom
 from isograd_verify.record.axes import DATA
@@ -209,7 +209,9 @@ def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
     sizes = group_sizes(analysis.recording)
     telling -= read.alike | set(read.undetermined)  # neither tells which contributions are missing
     for (known, kind, value, axis), tensors in read.patterned.items():
-        names = tuple(sorted(tensors))
+        if kind == patterns.UNREDUCED:
+            tensors |= {name: {} for name in read.undetermined if own_only(analysis, name)}
+        names = tuple(sorted(tensors, key=lambda name: (not tensors[name], name)))
         everything = set(names) >= telling
         bug = known or bug_of(Symptom(kind, value), names, everything, sizes, ())
         if not bug and kind == patterns.UNREDUCED:
@@ -251,6 +253,16 @@ def other_data(analysis: Analysis) -> tuple[tuple[int, ...], tuple[str, ...]] | 
         if cut:
             return group, tuple(cut)
     return None
+
+
+def own_only(analysis: Analysis, name: str) -> bool:
+    """Whether what a rank added explains its gradient, of a tensor with too few numbers to tell all contributions."""
+    for seen in analysis.observed(name):
+        parts = {key: part for key, part in analysis.contributions(name, seen.own).items() if key[0] in seen.ranks}
+        found = fit(seen.sketch, parts, analysis.tolerance(name), seen.own)
+        if found is None or not found.uniform:
+            return False
+    return True
 
 
 def never_summed(analysis: Analysis, names: Collection[str]) -> str:
