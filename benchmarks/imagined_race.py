@@ -140,40 +140,40 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR, fused=True)
 
 
-def batch_of(rank: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(SIZES.vocab, (1, TOKENS + 1), generator=torch.Generator().manual_seed(rank)).cuda()
+def batch_of(rank: int, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(sizes.vocab, (1, sizes.seq + 1), generator=torch.Generator().manual_seed(rank)).cuda()
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def isograd_step(layout: str) -> Callable[[int], None]:
+def isograd_step(layout: str, sizes: Sizes = SIZES) -> Callable[[int], None]:
     import isograd as ig
 
     mesh = ig.Mesh(layout)
-    model = Decoder(SIZES).to(mesh.device, torch.bfloat16)
+    model = Decoder(sizes).to(mesh.device, torch.bfloat16)
     engine = ig.Engine(model, mesh, adamw, clip=CLIP)
 
     def step(rank: int) -> None:
-        tokens, labels = batch_of(rank)
-        engine.backward(model(tokens, labels), weight=TOKENS)
+        tokens, labels = batch_of(rank, sizes)
+        engine.backward(model(tokens, labels), weight=sizes.seq)
         engine.step()
 
     return step
 
 
-def fsdp2_step() -> Callable[[int], None]:
+def fsdp2_step(sizes: Sizes = SIZES) -> Callable[[int], None]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = Decoder(SIZES).cuda()
+    model = Decoder(sizes).cuda()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": init_device_mesh("cuda", (2,)), "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": init_device_mesh("cuda", (torch.distributed.get_world_size(),)), "mp_policy": policy}
     for block in model.blocks:
         fully_shard(block, **options, reshard_after_forward=True)
     fully_shard(model, **options)
     optimizer = adamw(model.parameters())
 
     def step(rank: int) -> None:
-        model(*batch_of(rank)).backward()
+        model(*batch_of(rank, sizes)).backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
@@ -191,7 +191,7 @@ def ddp_step() -> Callable[[int], None]:
 
     def step(rank: int) -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            loss = model(*batch_of(rank))
+            loss = model(*batch_of(rank, SIZES))
         loss.backward()
         for timeline in IN_USE:  # DDP's reducer waits in C++, at the end of backward
             timeline.waits(0, max(timeline.ends))

@@ -27,6 +27,7 @@ RANGES = {
     "ConfigError": range(600, 700),
     "VerifyError": range(700, 800),
     "PlanError": range(270, 280),
+    "NetworkError": range(290, 300),
     "PipelineError": range(800, 850),
     "IntegrationError": range(850, 890),
     "DataError": range(900, 930),

@@ -44,7 +44,7 @@ def batch(step: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
     for row in range(ROWS):
         labels[row, : (row * 3 + step) % LENGTH] = -100
     part = slice(mesh.index("dp"), None, mesh.size("dp"))
-    return window[part, :-1].contiguous(), labels[part].contiguous()
+    return window[part, :-1].contiguous().to(mesh.device), labels[part].contiguous().to(mesh.device)
 
 
 def adamw(shards: Any) -> torch.optim.Optimizer:
@@ -75,7 +75,7 @@ def engine_of(
     **options: Any,
 ) -> Engine:
     mesh = Mesh(layout)
-    built = Transformer(CONFIGS[model], mesh, dtype=dtype, seed=seed)
+    built = Transformer(CONFIGS[model], mesh, dtype=dtype, seed=seed).to(mesh.device)
     return Engine(built, mesh, optimizer, clip=0.5, bucket_mb=0.01, **options)
 
 

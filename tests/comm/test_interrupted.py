@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import raw, threads
 from isograd.comm.launch import launch
 from isograd.core.mesh import Mesh
 
@@ -125,3 +125,19 @@ def test_a_rank_that_leaves_ends_the_waits_of_others_at_once() -> None:
     """gloo kept the connections for as long as a thread or a frame of an exception held one of its messages: others
     waited until the process ended, or half an hour."""
     assert launch(_left_with_a_message, 2, timeout=60)[1] < 6.0
+
+
+def _left_behind() -> tuple[str, list[float]]:
+    group = Mesh("dp2").group("dp")
+    memory = torch.full((3,), 7.0)
+    handle = raw.receive_start([memory], group, 1 - group.index)
+    raw.leave("a test")
+    with pytest.raises(ig.errors.CommError) as refused:
+        handle.wait()
+    return refused.value.code, memory.tolist()
+
+
+@pytest.mark.parametrize("world", [launch, threads.run])
+def test_a_message_that_was_given_up_is_not_taken_for_received(world: Any) -> None:
+    """Its memory holds whatever was there: a note of ZeRO 3 was read from it, behind the error that had closed it."""
+    assert world(_left_behind, 2) == [("IG207", [7.0] * 3)] * 2

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isograd import Layout, Mesh
+from isograd import Mesh
 from isograd.core.mesh import DATA
 from isograd.engine import step_status
-from isograd.engine.device_decision import verdict_of
+from isograd.engine.device_decision import places_of, verdict_of
 from isograd.errors import IsogradError
 
 LAYOUTS = ["dp3", "dp2 tp2", "tp3", "cp2 tp2", "pp2 dp2"]
@@ -31,13 +31,16 @@ def rows_of(layout: str) -> tuple[Tensor, list[Tensor]]:
     """What ranks say in a step that is right: squares, weight, loss, digest, wrong inputs."""
     mesh = Mesh.unbound(layout)
     ranks = mesh.layout.world_size
-    last = mesh.layout.rank({**mesh.coordinates, "pp": mesh.layout.pp - 1})
-    data = torch.tensor(mesh.layout.ranks(DATA, last))
     rows = torch.tensor([[0.3 + rank, 3.0, 1.0, 7.0, 0.0] for rank in range(ranks)], dtype=torch.float64)
-    return rows, [data, mesh.all_groups("tp"), mesh.all_groups("tp")]
+    return rows, places_of(mesh, "tp")
 
 
-def host_takes(rows: Tensor, data: Tensor, same_inputs: Tensor, layout: str) -> bool:
+def data_ranks(mesh: Mesh) -> list[int]:
+    """Those whose weights are added up: on the last stage."""
+    return list(mesh.layout.ranks(DATA, mesh.layout.rank({**mesh.coordinates, "pp": mesh.layout.pp - 1})))
+
+
+def host_takes(rows: Tensor, same_inputs: Tensor, layout: str) -> bool:
     """As Engine._decide and Engine.step do."""
     mesh, ranks = Mesh.unbound(layout), len(rows)
     columns = [torch.zeros(ranks)] * 4
@@ -47,7 +50,7 @@ def host_takes(rows: Tensor, data: Tensor, same_inputs: Tensor, layout: str) -> 
         step_status.refuse_wrong(table, mesh)
     except IsogradError:
         return False
-    weight = float(rows[data, 1].sum())
+    weight = float(rows[data_ranks(mesh), 1].sum())
     equal = not bool(rows[:, 4].any()) and not bool((digests != digests[:, :1]).any())
     return equal and weight > 0 and math.isfinite(math.sqrt(sum(rows[:, 0].tolist())) / weight)
 
@@ -64,9 +67,9 @@ def test_a_card_takes_no_step_that_the_host_refuses(layout: str, wrong: str) -> 
             rows, _ = rows_of(layout)
             rows[rank, column] = number
             refused = bool(verdict_of(rows, places, 1.0, 1.0).refused)
-            assert refused or host_takes(rows, places[0], places[2], layout), (column, rank)
+            assert refused or host_takes(rows, places[2], layout), (column, rank)
             exact = wrong not in ("a tiny number", "an Inf")  # of these it leaves some to the host
-            assert refused is not host_takes(rows, places[0], places[2], layout) or not exact, (column, rank)
+            assert refused is not host_takes(rows, places[2], layout) or not exact, (column, rank)
 
 
 @pytest.mark.parametrize("clip", [None, 0.01, 1e6])
@@ -74,7 +77,7 @@ def test_a_card_takes_no_step_that_the_host_refuses(layout: str, wrong: str) -> 
 def test_it_clips_as_the_host_does(layout: str, clip: float | None) -> None:
     rows, places = rows_of(layout)
     verdict = verdict_of(rows, places, clip, 4.0)
-    scale = 1 / (float(rows[places[0], 1].sum()) * 4.0)
+    scale = 1 / (float(rows[data_ranks(Mesh.unbound(layout)), 1].sum()) * 4.0)
     norm = math.sqrt(sum(rows[:, 0].tolist())) * scale
     factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
     assert float(verdict.grad_norm) == pytest.approx(norm, rel=1e-15)
@@ -85,8 +88,7 @@ def test_it_clips_as_the_host_does(layout: str, clip: float | None) -> None:
 def test_ranks_of_uneven_counts_are_added_in_pairs() -> None:
     rows = torch.rand(7, 5, dtype=torch.float64)
     rows[:, 3:] = 0
-    layout = Layout.parse("dp7")
-    places = [torch.arange(7), torch.tensor(layout.groups("tp")), torch.tensor(layout.groups("tp"))]
+    places = places_of(Mesh.unbound("dp7"), "tp")
     s = rows[:, 0]
     pairs = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + s[6])
     expected = pairs.sqrt() * (1.0 / verdict_weight(rows[:, 1]))

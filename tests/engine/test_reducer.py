@@ -134,7 +134,7 @@ def memory_of_steps(layout: str) -> list[set[int]]:
     assert [len(bucket.slots) for bucket in engine.plan.buckets] == [3, 2, 2, 1]
     buffers = engine.step_state.reducer.buffers
     take = buffers.take
-    buffers.take = lambda like, numel: taken.append(take(like, numel)) or taken[-1]  # type: ignore[method-assign]
+    buffers.take = lambda *of: taken.append(take(*of)) or taken[-1]  # type: ignore[method-assign]
     steps = []
     for _ in range(4):
         engine.backward(model(torch.full((2, 256), float(mesh.rank))).square().mean(), weight=2)

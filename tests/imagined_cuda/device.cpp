@@ -293,6 +293,7 @@ struct Call {
   std::unordered_map<c10::StorageImpl*, Storage> to_host;  // device storage -> its alias
   std::unordered_map<c10::StorageImpl*, Storage> to_device;  // alias -> device storage
   std::unordered_map<c10::TensorImpl*, Tensor> stands_for;  // host tensor -> the device tensor that it was made of
+  std::unordered_set<c10::StorageImpl*> trained;  // of tensors that were not made under inference_mode
   bool fresh = false;  // whether a result has memory of its own
 
   Tensor host(const Tensor& t) {
@@ -306,6 +307,7 @@ struct Call {
       found = to_host.emplace(storage, made).first;
       to_device.emplace(made.unsafeGetStorageImpl(), t.storage());
     }
+    if (!t.is_inference()) trained.insert(storage);
     auto made = host_tensor(t, found->second);
     stands_for.emplace(made.unsafeGetTensorImpl(), t);
     return made;
@@ -327,6 +329,8 @@ struct Call {
       if (bytes && t.storage().data()) memcpy(storage.mutable_data(), t.storage().data(), bytes);
     }
     auto keys = c10::DispatchKeySet(c10::DispatchKey::CUDA);
+    std::optional<c10::InferenceMode> as_its_base;  // a view is an inference tensor if its base is one
+    if (trained.count(storage.unsafeGetStorageImpl())) as_its_base.emplace(false);
     auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, t.dtype());
     made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
     if (t.is_neg()) made._set_neg(true);

@@ -92,6 +92,7 @@ class Communicator:
                     broken = error
             job.error = broken
             job.done.set()
+            del job  # whose results are tensors of the program
 
     def enqueue(
         self, what: dict[str, Any], reads: Sequence[Tensor], writes: Sequence[Tensor],
@@ -105,7 +106,7 @@ class Communicator:
                 raise ValueError("Tensors must be contiguous")
         if self.aborted:
             self.fail("it was aborted")
-        self.count += 1
+        self.count += "with" not in what  # of collectives: a rank without messages takes no part in a batch of them
         what = {"number": self.count, **what}
         site = device.lib.site()
         _World.calls.append((self.name, what.pop("with", self.ranks), what["op"], site))
@@ -435,7 +436,9 @@ def _reduction(options: Any) -> str:
 
 def _reduced(all_: list[Tensor], op: str) -> Tensor:
     wide = torch.stack([t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in all_])
-    of = {"SUM": lambda: wide.sum(0), "AVG": lambda: wide.mean(0), "PRODUCT": lambda: wide.prod(0)}
+    rounding = None if wide.is_floating_point() else "trunc"  # NCCL's average of integers
+    average = lambda: wide.sum(0).div(len(all_), rounding_mode=rounding)  # noqa: E731
+    of = {"SUM": lambda: wide.sum(0), "AVG": average, "PRODUCT": lambda: wide.prod(0)}
     value = {**of, "MAX": lambda: wide.amax(0), "MIN": lambda: wide.amin(0)}[op]()
     return value.to(all_[0].dtype)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 
 def rank_main(job: Any, rank: int) -> None:
-    """One rank of a job, in a process of its own."""
+    """One rank of a job, in its process."""
     import torch
     import torch.distributed as dist
 
@@ -33,8 +33,9 @@ def rank_main(job: Any, rank: int) -> None:
     os.environ.update({name: str(value) for name, value in size.items()}, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)  # torch makes its pool anew after a fork, and two threads that ask first would both do it
     torch.cuda.set_device(rank)
-    device.lib.set_lag(job.lag[rank] if isinstance(job.lag, (list, tuple)) else job.lag)
-    nccl.at_most(job.seconds)
+    if device.lib is not None:
+        device.lib.set_lag(job.lag[rank] if isinstance(job.lag, (list, tuple)) else job.lag)
+        nccl.at_most(job.seconds)
     value, error = None, ""
     try:
         if job.ranks > 1 and job.join:
@@ -47,9 +48,11 @@ def rank_main(job: Any, rank: int) -> None:
         value = getattr(importlib.import_module(module), name)(*job.args)
     except BaseException:
         error = traceback.format_exc()
-    calls, found = nccl.at_the_end(bool(error))
-    result = {"rank": rank, "value": value, "error": error, "calls": calls, "found": device.lib.findings() + found}
-    result |= {"launches": device.lib.launches(), "memory": device.lib.memory()}
+    result = {"rank": rank, "value": value, "error": error, "found": []}
+    if device.lib is not None:
+        result["calls"], found = nccl.at_the_end(bool(error))
+        result |= {"found": device.lib.findings() + found, "launches": device.lib.launches()}
+        result["memory"] = device.lib.memory()
     written = job.folder / f"{rank}.part"
     written.write_bytes(pickle.dumps(result))
     written.rename(job.folder / f"{rank}.result")
@@ -80,7 +83,24 @@ def fork_ranks(job: Any) -> None:
         os.waitpid(pid, 0)
 
 
+def alone(file: str, rank: int) -> None:
+    """One rank of a job, which is a process of its own."""
+    from . import device
+    from .world import are_real
+
+    if not are_real():
+        device.load()
+        from . import nccl
+
+        nccl.install()
+    with open(file, "rb") as job:
+        rank_main(pickle.load(job), rank)
+    os._exit(0)  # as after a fork: nothing of a world is taken down
+
+
 def main() -> None:
+    if len(sys.argv) > 1:
+        alone(sys.argv[1], int(sys.argv[2]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print
     from . import device

@@ -1,4 +1,5 @@
-"""Run a function on N processes that have imagined cards, and learn what they did.
+"""Run a function on N processes that have imagined cards, and learn what they did. With a CUDA build of torch the cards
+are real: the same programs run, each rank in a process of its own, and nothing is found out but values and errors.
 
 from tests.imagined_cuda import run
 
@@ -9,17 +10,20 @@ for result in run(program, 2):      # program: a function of a module that can b
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import pickle
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest import SkipTest
 
 from . import device
 
@@ -111,16 +115,46 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         home = function.__module__, function.__qualname__
         job = Job(home, args, ranks, Path(folder), lag, device_id, join, _free_port(), seconds, limit)
-        server = _started()
-        assert server.stdin is not None and server.stdout is not None
-        server.stdin.write(pickle.dumps(job).hex().encode() + b"\n")
-        server.stdin.flush()
-        if not server.stdout.readline():
-            raise RuntimeError("the process that forks ranks has ended")
+        (in_own_processes if are_real() else _forked)(job)
         results = [_result(Path(folder), rank) for rank in range(ranks)]
     for one, other in combinations(results, 2):
         _compare_order(one, other)
     return results
+
+
+def are_real() -> bool:
+    """Whether this torch is one for CUDA. It is not imported."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    return "cuda: Optional[str] = None" not in Path(found.origin).with_name("version.py").read_text()
+
+
+def _forked(job: Job) -> None:
+    server = _started()
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(pickle.dumps(job).hex().encode() + b"\n")
+    server.stdin.flush()
+    if not server.stdout.readline():
+        raise RuntimeError("the process that forks ranks has ended")
+
+
+def in_own_processes(job: Job) -> None:
+    """Start a job's ranks, which load what cards there are, and end those that are still there after its limit."""
+    if are_real():
+        import torch
+
+        if torch.cuda.device_count() < job.ranks:
+            raise SkipTest(f"{job.ranks} ranks, and {torch.cuda.device_count()} cards")
+    (job.folder / "job").write_bytes(pickle.dumps(job))
+    command = [sys.executable, "-m", f"{__package__}.rank", str(job.folder / "job")]
+    ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(job.ranks)]
+    end = time.monotonic() + job.limit
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
 
 
 def _free_port() -> int:

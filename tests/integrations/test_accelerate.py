@@ -67,7 +67,7 @@ def loop(parts: Parts, weighed: bool, first: int = 0) -> Iterator[Parts]:
     accelerator, model, optimizer = parts
     for step in range(first, STEPS):
         for number in range(rank, MICROS, ranks):
-            rows, labels = micro(step, number)
+            rows, labels = (t.to(accelerator.device) for t in micro(step, number))
             with accelerator.accumulate(model):
                 loss = mean(model(rows), labels) if weighed else model(rows).square().mean()
                 if weighed:
@@ -131,7 +131,7 @@ def resumed_under(saved: str, loaded: str) -> dict[str, Any]:
         parts[0].load_state(folder)
         *_, (other, resumed, _) = loop(parts, True, first=1)
         found = dict(other.get_state_dict(resumed))
-        rows, labels = micro(0, 1)
+        rows, labels = (t.to(accelerator.device) for t in micro(0, 1))
         accelerator.backward(mean(model(rows), labels), weight=1)
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
         before = norm.item()

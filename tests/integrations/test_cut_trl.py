@@ -1,4 +1,5 @@
-"""TRL's SFTTrainer and DPOTrainer under cp and tp: gradients by name, in fp64, those of plain torch on one device.
+"""TRL's SFTTrainer, DPOTrainer and RewardTrainer where ranks share their rows or their model: gradients by name, in
+fp64, those of plain torch on one device.
 
 Answers are of very different lengths, the last tokens do not divide, and a step has one or three micro-batches.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import isograd as ig
-from isograd.comm import raw
 from isograd.hf.force_fp64 import ForceFP64
 
 from . import test_cut_sequences as cut
@@ -39,15 +40,20 @@ def answer(number: int) -> list[int]:
 
 
 def rows(kind: str, steps: int) -> Any:
-    """Tokens, so that nothing is prepared: a DPO micro-batch has two pairs, an SFT one a row."""
+    """Tokens, so that nothing is prepared: a micro-batch has two pairs, an SFT one a row."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
-    numbers = range(steps * (PAIRS if kind == "DPO" else 1))
+    numbers = range(steps * (1 if kind == "SFT" else PAIRS))
     prompts = [[4 + row, 5, 6 + row] for row in numbers]
     if kind == "DPO":
         made = [
             {"prompt_ids": prompts[row], "chosen_ids": answer(row + 1), "rejected_ids": answer(row + 3)}
+            for row in numbers
+        ]
+    elif kind == "Reward":
+        made = [
+            {"chosen_ids": prompts[row] + answer(row + 1), "rejected_ids": prompts[row] + answer(row + 3)}
             for row in numbers
         ]
     else:
@@ -55,8 +61,20 @@ def rows(kind: str, steps: int) -> Any:
     return Dataset(InMemoryTable.from_pylist(made), fingerprint=kind)  # without one it pickles the table
 
 
-def reference() -> Any:
-    model = cut.model()
+def policy(kind: str, family: str) -> Any:
+    """A language model; for rewards one with a score in the place of its head."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = cut.model(family)
+    if kind != "Reward":
+        return model
+    torch.manual_seed(2)
+    model.config.num_labels, model.config.pad_token_id = 1, 0
+    return AutoModelForSequenceClassification.from_config(model.config).double()
+
+
+def reference(family: str) -> Any:
+    model = cut.model(family)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -65,9 +83,9 @@ def reference() -> Any:
 
 
 @lru_cache
-def one_device(kind: str, steps: int) -> dict[str, Tensor]:
-    """Row by row, without padding: the mean over all answers' tokens, or -log sigmoid of each pair's margin."""
-    policy, before = cut.model(), reference()
+def one_device(kind: str, steps: int, family: str) -> dict[str, Tensor]:
+    """Row by row, without padding: the mean over all tokens of answers, or -log sigmoid of each pair's margin."""
+    model, before = policy(kind, family), reference(family)
 
     def log_probs(model: Any, prompt: list[int], said: list[int]) -> Tensor:
         logits = model(torch.tensor([prompt + said]), use_cache=False).logits[0, PROMPT - 1 : -1]
@@ -78,19 +96,23 @@ def one_device(kind: str, steps: int) -> dict[str, Tensor]:
         for row in rows(kind, steps):
             if kind == "SFT":
                 said = row["input_ids"][PROMPT:]
-                total, count = total - log_probs(policy, row["input_ids"][:PROMPT], said), count + len(said)
+                total, count = total - log_probs(model, row["input_ids"][:PROMPT], said), count + len(said)
+                continue
+            if kind == "Reward":
+                scores = [model(torch.tensor([row[name]])).logits[0, 0] for name in ("chosen_ids", "rejected_ids")]
+                total, count = total - F.logsigmoid(scores[0] - scores[1]), count + 1
                 continue
             ratios = []
             for name in ("chosen_ids", "rejected_ids"):
                 with torch.no_grad():
                     apart = log_probs(before, row["prompt_ids"], row[name])
-                ratios.append(log_probs(policy, row["prompt_ids"], row[name]) - apart)
+                ratios.append(log_probs(model, row["prompt_ids"], row[name]) - apart)
             total, count = total - F.logsigmoid(BETA * (ratios[0] - ratios[1])), count + 1
         (total / count).backward()
-    return {name: p.grad.clone() for name, p in policy.named_parameters()} | {"loss": (total / count).detach()}
+    return {name: p.grad.clone() for name, p in model.named_parameters()} | {"loss": (total / count).detach()}
 
 
-def trained(kind: str, layout: str, accumulation: int) -> dict[str, Any]:
+def trained(kind: str, layout: str, accumulation: int, family: str, saved: str = "") -> dict[str, Any]:
     """One step of TRL's own loop: gradients by name, as a callback sees them, and the loss that it logs."""
     import trl
     from transformers import TrainerCallback
@@ -99,26 +121,45 @@ def trained(kind: str, layout: str, accumulation: int) -> dict[str, Any]:
         prepared = {"_prepare_dataset": lambda self, given, *_, **__: given}
         made = ig.integrations.trainer(type(f"Own{kind}Trainer", (getattr(trl, f"{kind}Trainer"),), prepared), layout)
         options: dict[str, Any] = {"max_steps": 1, "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0}
-        options |= {"per_device_train_batch_size": PAIRS if kind == "DPO" else 1, "logging_steps": 1, "seed": 1}
+        micro = 1 if kind == "SFT" else PAIRS
+        options |= {"per_device_train_batch_size": micro, "per_device_eval_batch_size": micro, "learning_rate": 0.0}
+        options |= {"logging_steps": 1, "seed": 1}
         options |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
         options |= {"save_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False}
         options |= {"beta": BETA} if kind == "DPO" else {}
+        options |= {"router_aux_loss_coef": 0.0} if family == "qwen3_moe" and kind != "Reward" else {}
         seen: dict[str, Any] = {}
 
         class Looks(TrainerCallback):  # type: ignore[misc]
             def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
                 seen.update({name: g.clone() for name, g in found.engine.grads().items()})
 
-        data = raw.world()[1] // 2
-        given = cut.model()
-        more = {"ref_model": copy.deepcopy(reference())} if kind == "DPO" else {}
+        given = policy(kind, family)
+        more = {"ref_model": copy.deepcopy(reference(family))} if kind == "DPO" else {}
+        data = rows_of(layout)
         found = made(
             given, args=getattr(trl, f"{kind}Config")(folder, **options), train_dataset=rows(kind, data * accumulation),
-            processing_class=tokenizer(), callbacks=[Looks()], **more,
+            eval_dataset=rows(kind, data), processing_class=tokenizer(), callbacks=[Looks()], **more,
         )  # fmt: skip
         with ForceFP64(), ForceFP64InBackward():
             found.train()
-        return seen | {"loss": torch.tensor(found.state.log_history[0]["loss"])}
+            evaluated = found.evaluate()["eval_loss"]
+        if saved:
+            found.save_model(saved)
+        logged = found.state.log_history[0]
+        return seen | {"loss": torch.tensor(logged["loss"]), "logged": logged, "evaluated": evaluated}
+
+
+def tokens_of(kind: str, steps: int) -> int:
+    """Of all rows; of a pair those of both."""
+    names = {"SFT": ("input_ids",), "DPO": ("prompt_ids", "chosen_ids", "prompt_ids", "rejected_ids")}
+    read = names.get(kind, ("chosen_ids", "rejected_ids"))
+    return sum(len(row[name]) for row in rows(kind, steps) for name in read)
+
+
+def rows_of(layout: str) -> int:
+    """How many ranks of dp a layout has."""
+    return int(next((word[2:] for word in layout.split() if word.startswith("dp")), 1))
 
 
 def tokenizer() -> Any:
@@ -127,26 +168,74 @@ def tokenizer() -> Any:
     return tokenizer()
 
 
-def same(found: dict[str, Any], kind: str, steps: int) -> None:
-    for name, true in one_device(kind, steps).items():
+def same(found: dict[str, Any], kind: str, steps: int, family: str) -> None:
+    for name, true in one_device(kind, steps, family).items():
         error = (found[name].double() - true).abs().max() / true.abs().max()
         assert float(error) < (1e-4 if name == "loss" else 1e-9), (name, float(error))  # the Trainer logs fp32
 
 
+CASES = [
+    (2, "cp2 ulysses zero1", 3, "llama"),
+    (2, "cp2 ring zero3", 1, "llama"),
+    (2, "tp2", 1, "llama"),
+    (2, "tp2 sp zero3", 3, "llama"),
+    (2, "dp2 ep2", 1, "qwen3_moe"),
+    (2, "dp2 ep2 zero3", 3, "qwen3_moe"),
+    (2, "pp2 1f1b", 3, "llama"),
+    (2, "pp2 zb zero1", 1, "llama"),
+    pytest.param(4, "dp2 cp2 ring zero2", 3, "llama", marks=pytest.mark.slow),
+    pytest.param(4, "dp2 tp2 sp zero2", 3, "llama", marks=pytest.mark.slow),
+    pytest.param(4, "dp2 tp2 ep4 zero1", 3, "qwen3_moe", marks=pytest.mark.slow),
+    pytest.param(4, "dp2 pp2 1f1b zero2", 3, "llama", marks=pytest.mark.slow),
+    pytest.param(4, "tp2 sp pp2 1f1b", 3, "llama", marks=pytest.mark.slow),
+    pytest.param(4, "cp2 ulysses pp2 1f1b", 3, "llama", marks=pytest.mark.slow),
+    pytest.param(4, "dp2 ep2 pp2 1f1b", 3, "qwen3_moe", marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize(("ranks", "layout", "accumulation", "family"), CASES)
+def test_trls_loops_have_the_gradients_of_one_device(
+    worlds, kind: str, ranks: int, layout: str, accumulation: int, family: str
+) -> None:
+    compare(worlds(ranks).run(trained, kind, layout, accumulation, family), kind, layout, accumulation, family)
+
+
 @pytest.mark.parametrize(
-    ("ranks", "layout", "accumulation"),
+    ("ranks", "layout", "accumulation", "family"),
     [
-        (2, "cp2 ulysses zero1", 3),
-        (2, "cp2 ring zero3", 1),
-        (2, "tp2", 1),
-        (2, "tp2 sp zero3", 3),
-        pytest.param(4, "dp2 cp2 ring zero2", 3, marks=pytest.mark.slow),
-        pytest.param(4, "dp2 tp2 sp zero2", 3, marks=pytest.mark.slow),
+        (2, "dp2 zero1", 3, "llama"),
+        (2, "tp2 zero1", 3, "llama"),
+        (2, "dp2 ep2", 1, "qwen3_moe"),
+        (2, "dp2 ep2 zero3", 3, "qwen3_moe"),
+        (2, "pp2 1f1b", 3, "llama"),
+        (2, "pp2 zb zero1", 1, "llama"),
+        pytest.param(4, "dp2 pp2 1f1b zero2", 3, "llama", marks=pytest.mark.slow),
+        pytest.param(4, "dp2 ep2 pp2 1f1b", 3, "qwen3_moe", marks=pytest.mark.slow),
     ],
 )
-def test_trls_loops_have_the_gradients_of_one_device(
-    worlds, kind: str, ranks: int, layout: str, accumulation: int
+def test_rewards_have_them_too_and_the_model_that_is_saved_is_whole(
+    worlds, tmp_path: Path, ranks: int, layout: str, accumulation: int, family: str
 ) -> None:
-    for found in worlds(ranks).run(trained, kind, layout, accumulation):
-        same(found, kind, ranks // 2 * accumulation)
+    from transformers import AutoModelForSequenceClassification
+
+    given = ("Reward", layout, accumulation, family)
+    compare(worlds(ranks).run(trained, *given, str(tmp_path / "saved")), *given)
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    for name, parameter in policy("Reward", family).named_parameters():  # the rate is 0
+        assert torch.equal(saved.get_parameter(name), parameter), name
+
+
+def compare(every: list[dict[str, Any]], kind: str, layout: str, accumulation: int, family: str) -> None:
+    """What all ranks have found, with one device."""
+    whole = {name: value for found in every for name, value in found.items()}  # under pp each has those of its stage
+    for found in every:
+        same(whole | found, kind, rows_of(layout) * accumulation, family)
+        assert found["logged"]["num_tokens"] == tokens_of(kind, rows_of(layout) * accumulation)
+        for name in (
+            ("mean_reward", "margin") if kind == "Reward" else ("entropy", "mean_token_accuracy")
+        ):  # TRL's own, which the last stage has alone
+            assert found["logged"][name] == pytest.approx(every[0]["logged"][name]), name
+        if "pp2" in layout or rows_of(layout) == 1:  # else the Trainer takes the mean of the ranks' means
+            true = float(one_device(kind, rows_of(layout), family)["loss"])
+            assert found["evaluated"] == pytest.approx(true, rel=1e-6)

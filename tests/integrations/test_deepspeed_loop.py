@@ -55,7 +55,7 @@ def train(engine: Any, weighed: bool, steps: range) -> list[Any]:
     seen = []
     for step in steps:
         for number in range(rank, MICROS, ranks):
-            rows, labels = micro(step, number)
+            rows, labels = (t.to(engine.device) for t in micro(step, number))
             if weighed:
                 engine.backward(engine(rows, labels), weight=(labels != IGNORED).sum())
             else:
@@ -143,7 +143,7 @@ def saved(folder: str) -> list[Any]:
     engine.load_checkpoint(folder, tag="global_step2", load_module_only=True)
     weights = engine.module_state_dict()
     seen.append(engine.global_steps == 0 and all(torch.equal(weights[name], value) for name, value in middle.items()))
-    rows, labels = micro(0, 1)
+    rows, labels = (t.to(engine.device) for t in micro(0, 1))
     for act in (
         lambda: engine.load_checkpoint(folder, tag="../other"),
         lambda: engine.load_checkpoint(folder, tag="other"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import isograd as ig
 from isograd.comm import raw
+from isograd.comm.device import device
 
 from .worlds import as_lightning_finds_it
 
@@ -44,7 +45,7 @@ def mean(logits: Tensor, labels: Tensor) -> Tensor:
 def made(layout: str | None, **given: Any) -> tuple[Any, Any, Any, Any]:
     with as_lightning_finds_it() as (_, ranks):
         strategy = ig.integrations.FabricStrategy(layout) if layout else "isograd"
-        fabric = fabrics.Fabric(accelerator="cpu", devices=ranks, strategy=strategy, **given)
+        fabric = fabrics.Fabric(accelerator=device().type, devices=ranks, strategy=strategy, **given)
         fabric.launch()
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -59,7 +60,7 @@ def train(made: tuple[Any, Any, Any, Any], weighed: bool, steps: range) -> list[
     norms = []
     for step in steps:
         for number in range(rank, MICROS, ranks):
-            rows, labels = micro(step, number)
+            rows, labels = (t.to(device()) for t in micro(step, number))
             with fabric.no_backward_sync(model, enabled=number + ranks < MICROS):
                 if weighed:
                     fabric.backward(mean(model(rows), labels), weight=(labels != IGNORED).sum())
@@ -129,7 +130,7 @@ def saved(folder: str) -> list[Any]:
     if fabric.is_global_zero:
         shutil.rmtree(f"{folder}/cut.ckpt.isograd")
     fabric.barrier()
-    rows, _ = micro(0, 1)
+    rows = micro(0, 1)[0].to(device())
     for act in (
         lambda: fabric.load(f"{folder}/cut.ckpt", state),
         lambda: fabric.clip_gradients(model, optimizer, clip_val=1.0),

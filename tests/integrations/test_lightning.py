@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import isograd as ig
 from isograd.comm import raw
+from isograd.comm.device import device
 
 from .worlds import as_lightning_finds_it
 
@@ -74,7 +75,12 @@ def fit(
         "enable_checkpointing": False,
         "use_distributed_sampler": False,
     }
-    standard |= {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "devices": ranks}
+    standard |= {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": device().type,
+        "devices": ranks,
+    }
     with as_lightning_finds_it():
         strategy = ig.integrations.LightningStrategy(layout) if layout else "isograd"
         trainer = lightning.Trainer(default_root_dir=folder, strategy=strategy, **(standard | given))

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from isograd.comm.device import device
+
 VOCAB, LENGTH, STEP = 61, 12, 8  # STEP: rows of a step, over all ranks and micro-batches
 
 
@@ -66,7 +68,7 @@ def arguments(folder: str, micro: int, ranks: int, **options: Any) -> Any:
 
     standard: dict[str, Any] = {
         "output_dir": folder,
-        "use_cpu": True,
+        "use_cpu": device().type == "cpu",
         "max_steps": 3,
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": STEP // (micro * ranks),

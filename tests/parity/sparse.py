@@ -187,7 +187,7 @@ def one_device(kind: str, scope: str, count: int, empty: int, idle: bool) -> Run
 def train(layout: str, kind: str, scope: str, accumulation: int, recompute: bool, idle: bool = False) -> Run:
     """The same on this rank of a world."""
     mesh, config = Mesh(layout), config_of(kind, scope)
-    model = Transformer(config, mesh, dtype=torch.float64)
+    model = Transformer(config, mesh, dtype=torch.float64).to(mesh.device)
     model.recompute = recompute
     if idle:
         nobody_chooses_one(model)
@@ -195,7 +195,8 @@ def train(layout: str, kind: str, scope: str, accumulation: int, recompute: bool
     engine = Engine(model, mesh, cases.sgd, clip=cases.CLIP, bucket_mb=0.01)
     done, all_of_them = Run([], {}, [], [], [], [], {}), accumulation * mesh.size("dp")
     for step in range(cases.STEPS):
-        micros: list[Any] = micros_of(step, mesh.index("dp") * accumulation, accumulation, all_of_them, empty)
+        texts = micros_of(step, mesh.index("dp") * accumulation, accumulation, all_of_them, empty)
+        micros: list[Any] = [tuple(given.to(mesh.device) for given in text) for text in texts]
         evaluated = engine.evaluate(micros)
         assert evaluated.weight > 0  # and it counts nothing
         engine.accumulate(micros)

@@ -36,8 +36,8 @@ def test_a_shorter_step_has_micro_batches_of_the_same_size() -> None:
     [
         (["--layout", "dp2 tp3"], "cannot be dealt out over tp3"),
         (["--layout", " "], "--layout is empty"),
-        (["--micro-batches", "100000000"], "1 to 10,000"),
-        (["--micro-batches", "0"], "--micro-batches must be at least 1"),
+        (["--micro-batches", "100000000"], "from 1 to 10000"),
+        (["--micro-batches", "0"], "not a whole number from 1 to 10000"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_said(capsys, words: list[str], said: str) -> None:

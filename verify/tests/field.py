@@ -356,6 +356,36 @@ def zero_bubble(wrong: bool) -> None:
         optimizer.zero_grad()
 
 
+def stages_by_hand(wrong: str = "") -> None:
+    """Two stages, two micro-batches and plain sends. Wrong: "order", what comes back is taken for the other
+    micro-batch's; "undivided", by the number of micro-batches; "joined", the loss takes something of the other rank."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)  # both stages begin with the same weights
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()).double()
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    for step in range(3):
+        x, y = (torch.randn(8, 4, dtype=torch.float64, generator=seed(10 * step + k)).chunk(2) for k in (0, 1))
+        if rank == 0:
+            made = [stage(part) for part in x]
+            for one in made:
+                dist.send(one.detach(), 1)
+            for one in made[:: -1 if wrong == "order" else 1]:
+                came = torch.empty_like(one)
+                dist.recv(came, 1)
+                one.backward(came)
+        given = [torch.empty(4, 4, dtype=torch.float64) for _ in range(2 * rank)]
+        for number, one in enumerate(given):
+            dist.recv(one, 0)
+            made_last = stage(one.requires_grad_())
+            if wrong == "joined":
+                dist.broadcast(torch.ones(1), 1, group=dist.new_group([1]))
+            (F.mse_loss(made_last, y[number]) / (1 if wrong == "undivided" else 2)).backward()
+        for one in given:
+            dist.send(one.grad, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def seed(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 

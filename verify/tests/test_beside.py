@@ -148,6 +148,12 @@ def test_fsdp1_is_compared_whole_and_its_mean_of_means_is_named(judged: Any, fla
         assert factors == pytest.approx([66 / 4 / n for n in (9, 12, 21, 24)], abs=5e-4)
 
 
+def test_what_a_cut_graph_divides_is_told_as_that_and_nothing_else(judged: Any) -> None:
+    subject = judged(field.open_clip, False)
+    assert said(subject) == [(BUG, "cut-graph")], subject.findings
+    assert "count 0.5 times what they should" in subject.findings[0].sentence
+
+
 def test_a_loss_that_is_a_dtensor_is_compared(judged: Any) -> None:
     subject = judged(field.column_parallel, 96, "loss_parallel")
     assert (subject.verdict, subject.compared) == (PASS, True), subject.findings
@@ -212,6 +218,35 @@ def test_what_stood_in_the_way_of_one_device_does_no_longer(  # V2
     assert (right.verdict, right.compared, said(right)) == (PASS, True, []), right.findings
     found = judged(program, wrong, *args)
     assert (found.compared, said(found)) == (True, [(BUG, bug)]), found.findings
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_stages_with_equal_names_are_compared_each_by_itself(judged: Any, wrong: bool) -> None:  # V10
+    subject = judged(field.zero_bubble, wrong, ranks=4)
+    assert (subject.verdict, subject.compared) == (BUG if wrong else PASS, True), subject.findings
+    assert subject.facts["gradients"] == f"8 compared by name, step {1 if wrong else 2} last"
+    if wrong:
+        (found,) = [f for f in subject.findings if f.verdict != NOTE]
+        assert "stage3.Sequential.0.weight): not summed over ranks 2, 3" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("wrong", "verdict", "sentence"),
+    [
+        ("", PASS, ""),
+        ("undivided", BUG, "all 4 gradients: 2 times what they should be"),
+        ("order", INCONCLUSIVE, "got back another gradient than the next stage's backward makes on one device"),
+        ("joined", INCONCLUSIVE, "in stages_by_hand exchanges may be a part of the loss"),
+    ],
+)
+def test_a_pipeline_by_hand_is_chained_by_what_its_stages_send(
+    judged: Any, wrong: str, verdict: str, sentence: str
+) -> None:
+    subject = judged(field.stages_by_hand, wrong)
+    assert subject.verdict == verdict, subject.findings
+    assert any(sentence in f.sentence for f in subject.findings), subject.findings
+    if verdict == INCONCLUSIVE:
+        assert "verify/tests/field.py:" in subject.findings[0].sentence
 
 
 def test_a_factor_is_open_where_the_loss_has_one_on_one_device_too(judged: Any) -> None:

@@ -40,6 +40,14 @@ def test_what_each_rank_carries_from_its_own_rows_into_the_loss_is_flagged_alone
     assert found.sentence.startswith("step 2: ") and "center began equal, changes from step to step" in found.sentence
 
 
+def test_a_buffer_that_a_wrapper_takes_from_rank_0_is_flagged_alone(watched: Any) -> None:  # V22
+    right, wrong = watched(later.normalised, False), watched(later.normalised, True)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    (found,) = [f for f in wrong.findings if f.verdict != NOTE]
+    assert (found.verdict, found.bug) == (INCONCLUSIVE, "statistic-unreduced"), found
+    assert ".size began equal" in found.sentence and "until all get that of one rank" in found.sentence
+
+
 def test_a_mean_in_a_variable_of_each_rank_s_own_rows_is_open_beside_one_device(judged: Any) -> None:
     right, wrong = judged(later.centred, False), judged(later.centred, True)
     assert (right.verdict, said(right)) == (PASS, []), right.findings

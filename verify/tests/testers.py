@@ -252,18 +252,30 @@ def distilled(wrong: str = "", micros: int = 1, steps: int = 4) -> None:
         optimizer.zero_grad()
 
 
+class Shifted(nn.Linear):
+    """Beside its outputs the mean of a tensor, each of whose numbers has the gradient 0.25: one of half precision."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.shift.mean()
+
+
 def clamped(wrong: bool, steps: int = 4) -> None:
     """Elements of gradients are clamped: of the mean over the ranks. `wrong`: of each rank's own, before it."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
-    for p in model.parameters() if wrong else ():
+    model = Shifted()
+    for p in (model.weight, model.bias) if wrong else ():
         p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     own = torch.Generator().manual_seed(10 + dist.get_rank())
     for _ in range(steps):
         x, y = torch.randn(8, 6, generator=own), torch.randn(8, 4, generator=own)
-        F.mse_loss(wrapped(x), y).backward()
+        out, shift = wrapped(x)
+        (F.mse_loss(out, y) + shift).backward()
         if not wrong:
             nn.utils.clip_grad_value_(wrapped.parameters(), 0.01)
         optimizer.step()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def evaluate(words: list[str]) -> int:
     """`isograd evaluate`: the exit code."""
     parser = CommandParser(
-        prog="isograd evaluate", allow_abbrev=False,
+        prog="isograd evaluate",
         description="How probable a model finds texts, and what it reaches in tasks of lm-eval-harness.",
     )  # fmt: skip
     parser.add_argument("place", metavar="PLACE", help=PLACE)

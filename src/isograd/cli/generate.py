@@ -29,9 +29,7 @@ POSITIVE = number(1, 10**9)
 
 def generate(words: list[str]) -> int:
     """`isograd generate`: the exit code."""
-    parser = CommandParser(
-        prog="isograd generate", description="What a model writes after a prompt.", allow_abbrev=False
-    )
+    parser = CommandParser(prog="isograd generate", description="What a model writes after a prompt.")
     parser.add_argument("place", metavar="PLACE", help=PLACE)
     parser.add_argument("prompt", nargs="?", help="a text; '-' reads it from the input")
     parser.add_argument("--prompts", metavar="FILE", help='lines of JSON: {"prompt": "..."} or {"messages": [...]}')
@@ -71,7 +69,7 @@ def _said(given: dict[str, Any]) -> Any:
 def chat(words: list[str]) -> int:
     """`isograd chat`: the exit code."""
     parser = CommandParser(
-        prog="isograd chat", allow_abbrev=False,
+        prog="isograd chat",
         description="A conversation with a model. Ctrl-C ends an answer, Ctrl-D the conversation.",
     )  # fmt: skip
     parser.add_argument("place", metavar="PLACE", help=PLACE)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from isograd import __version__
 from isograd.cli import LAZY_COMMANDS, main_of
@@ -61,17 +61,22 @@ def _parser() -> CommandParser:
         prog="isograd",
         description="The gradient of one device under every parallel layout, proven.",
         epilog="Start with 'isograd new quickstart', then 'isograd train quickstart.yaml'.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"isograd {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    explain = commands.add_parser(
+
+    def add(name: str, act: Callable[[argparse.Namespace], int], does: str, about: str) -> CommandParser:
+        made: CommandParser = commands.add_parser(name, help=does, description=about)
+        made.set_defaults(run=act, parser=made)
+        return made
+
+    explain = add(
         "explain",
-        help="draw a layout, or print which ranks reduce each parameter's gradient",
-        description="Draw which rank sits where in a layout, and a pipeline's schedule. With --contracts: for every "
-        "parameter of a model, who reduces its gradient, over which ranks, in which dtype, with which divisor. Needs "
-        "no ranks and no weights.",
-        allow_abbrev=False,
+        _explain,
+        "draw a layout, or print which ranks reduce each parameter's gradient",
+        "Draw which rank sits where in a layout, and a pipeline's schedule. With --contracts: for every parameter of a "
+        "model, who reduces its gradient, over which ranks, in which dtype, with which divisor. Needs no ranks and no "
+        "weights.",
     )
     explain.add_argument("layout", help="for example 'dp2 tp2 sp zero1'")
     explain.add_argument(
@@ -85,31 +90,22 @@ def _parser() -> CommandParser:
     explain.add_argument(
         "--width", type=number(40, 10_000), help="columns of tables and schedules (default: the terminal's)"
     )
-    explain.set_defaults(run=_explain, parser=explain)
-    new = commands.add_parser(
+    new = add(
         "new",
-        help="write a recipe into this folder: a config to start from",
-        description="Copy a recipe, a commented config to start from. 'isograd recipes' lists them.",
-        allow_abbrev=False,
+        _new,
+        "write a recipe into this folder: a config to start from",
+        "Copy a recipe, a commented config to start from. 'isograd recipes' lists them.",
     )
     new.add_argument("name", help="for example quickstart")
     new.add_argument("file", nargs="?", help="where to write it (default: NAME.yaml in this folder)")
-    new.set_defaults(run=_new, parser=new)
-    listed = commands.add_parser(
-        "recipes",
-        help="list the recipes, one line each",
-        description="List the recipes that 'isograd new NAME' writes.",
-        allow_abbrev=False,
-    )
-    listed.set_defaults(run=_recipes, parser=listed)
-    completion = commands.add_parser(
+    add("recipes", _recipes, "list the recipes, one line each", "List the recipes that 'isograd new NAME' writes.")
+    completion = add(
         "completion",
-        help="print a script by which a shell completes commands and fields",
-        description="Print a script for a shell: source <(isograd completion bash)",
-        allow_abbrev=False,
+        _completion,
+        "print a script by which a shell completes commands and fields",
+        "Print a script for a shell: source <(isograd completion bash)",
     )
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
-    completion.set_defaults(run=_completion, parser=completion)
     for name, (_, about) in LAZY_COMMANDS.items():
         commands.add_parser(name, help=about)
     commands.add_parser(

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isograd.cli.subcommands import CommandParser
+from isograd.cli.subcommands import CommandParser, number
 from isograd.core.layout import Layout
 from isograd.errors import ConfigError, IsogradError, PlanError
 from isograd.io import plots, terminal
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from isograd.plan.work import Work
     from isograd.train.config import Config
 
-MOST_DEVICES, MOST_SEQUENCES = 1 << 20, 1 << 40  # beyond any run
+MOST_DEVICES = 1 << 20  # beyond any run
 MOST_LAYERS = 4096  # of which a search cuts stages, and a rehearsal runs all
 DRAWN = 200_000  # passes of a picture
 
@@ -40,16 +40,21 @@ DRAWN = 200_000  # passes of a picture
 def plan(words: list[str]) -> int:
     """`isograd plan`: the best layouts, why others fell out, and what to run; the exit code."""
     parser = CommandParser(
-        prog="isograd plan", allow_abbrev=False,
+        prog="isograd plan",
         description="Search the layouts of a config on many devices: memory and time of the best, why others fell out, "
         "and the command that runs the best one. With --layout: the time of that one, and where it goes.",
     )  # fmt: skip
     parser.add_argument("config", help="a config of 'isograd train'")
-    parser.add_argument("--gpus", type=int, metavar="N", help="devices (default: as many as the config's layout has)")
+    parser.add_argument(
+        "--gpus",
+        type=number(1, MOST_DEVICES),
+        metavar="N",
+        help="devices (default: as many as the config's layout has)",
+    )
     parser.add_argument("--machine", default="h100", help="one of 'isograd machine', or a YAML file (default h100)")
     parser.add_argument("--layout", help="predict this one alone")
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences of a step, in place of the config's")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many layouts to show (default 10)")
+    parser.add_argument("--batch", type=number(1, 1 << 40), metavar="N", help="sequences of a step, not the config's")
+    parser.add_argument("--top", type=number(1, 1000), default=10, metavar="N", help="layouts to show (default 10)")
     parser.add_argument(
         "--picture", metavar="FILE", help="draw the first layout's step, stage by stage (.svg, .png or .pdf)"
     )
@@ -97,7 +102,7 @@ def plan(words: list[str]) -> int:
 def machine(words: list[str]) -> int:
     """`isograd machine`: list machines, show one, or measure this computer; the exit code."""
     parser = CommandParser(
-        prog="isograd machine", allow_abbrev=False,
+        prog="isograd machine",
         description="The machines that 'isograd plan' knows. 'show NAME' prints one, 'measure FILE' writes a "
         "description of this computer's CPU.",
     )  # fmt: skip
@@ -140,14 +145,8 @@ def _read(options: argparse.Namespace) -> tuple[Config, Work, int]:
             "IG275", f"layout {str(layout)!r} needs {layout.world_size} devices", seen=f"--gpus {options.gpus}",
             expected=f"--gpus {layout.world_size}, or no --gpus",
         )  # fmt: skip
-    numbers = {
-        "--gpus": (count, MOST_DEVICES),
-        "--top": (options.top, 1000),
-        "--batch": (options.batch, MOST_SEQUENCES),
-    }
-    for name, (number, most) in numbers.items():
-        if number is not None and not 1 <= number <= most:
-            raise ConfigError("IG600", f"{name} {number} is out of range", expected=f"1 to {most:,}")
+    if count > MOST_DEVICES:
+        raise ConfigError("IG600", f"--gpus {count} is out of range", expected=f"1 to {MOST_DEVICES:,}")
     for name, file in (("--picture", options.picture), ("--write", options.write)):
         if file is not None:
             _refuse_file(file, name, ", ".join(plots.FORMATS) if name == "--picture" else "")
@@ -268,11 +267,11 @@ def table(best: list[Candidate]) -> str:
         f"    {'layout':<{wide}}{'micro':>6} {'recompute':>9} {'GB':>6} {'step s':>8}  {'90 of 100':<15} {'MFU':>5}"
         + "".join(f"{name:>10}" for name in names)
     ]
-    for number, one in enumerate(best, 1):
+    for place, one in enumerate(best, 1):
         step = one.step
         between = f"{_seconds(step.low)} to {_seconds(step.high)}"
         lines.append(
-            f"{number:>3} {one.layout!s:<{wide}}{one.work.micro_batches:>6} {one.work.recompute:>9} "
+            f"{place:>3} {one.layout!s:<{wide}}{one.work.micro_batches:>6} {one.work.recompute:>9} "
             f"{one.memory.total / 1e9:>6.1f} {_seconds(step.seconds):>8}  {between:<15} {step.mfu:>5.1%}"
             + "".join(f"{step.parts[name]:>10.2f}" for name in names)
         )
@@ -283,8 +282,8 @@ def tight(best: list[Candidate], device: Machine) -> str:
     """Which layouts nearly fill a device's memory; nothing where none does."""
     from isograd.plan.memory import TIGHT
 
-    room = (device.memory_gb - device.reserved_gb) * 1e9
-    found = [str(number) for number, one in enumerate(best, 1) if TIGHT * room < one.memory.total <= room]
+    room = _room(device)
+    found = [str(place) for place, one in enumerate(best, 1) if TIGHT * room < one.memory.total <= room]
     if not found:
         return ""
     return (

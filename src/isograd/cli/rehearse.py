@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from isograd.cli.subcommands import CommandParser
+from isograd.cli.subcommands import CommandParser, number
 from isograd.core.layout import Layout
 from isograd.errors import ConfigError, PlanError
 
@@ -33,7 +33,7 @@ PATIENCE = 15.0  # seconds between two words about how far it is
 def rehearse(words: list[str]) -> int:
     """`isograd rehearse`: run the program of each kind of rank, and check what they send; the exit code."""
     parser = CommandParser(
-        prog="isograd rehearse", allow_abbrev=False,
+        prog="isograd rehearse",
         description="Run one step of a run's program on simulated ranks, without their memory, and check that every "
         "message has its other end, that no ranks wait in a circle, and that every gradient is summed once over its "
         "ranks.",
@@ -41,7 +41,10 @@ def rehearse(words: list[str]) -> int:
     parser.add_argument("config", help="a config of 'isograd train'")
     parser.add_argument("--layout", help="in place of the config's, for example 'dp128 tp8 sp pp16 zero1'")
     parser.add_argument(
-        "--micro-batches", type=int, metavar="N", help="a shorter step: so many micro-batches of the config's size"
+        "--micro-batches",
+        type=number(1, MOST),
+        metavar="N",
+        help="a shorter step: so many micro-batches of the config's size",
     )
     options = parser.parse_args(words)
     config, layout = _read(options)
@@ -96,10 +99,6 @@ def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
         dotted += _batch(options.config, layout)
     config = load(options.config, dotted).config
     layout = layout or Layout.parse(config.layout)
-    if options.micro_batches is not None and not 1 <= options.micro_batches <= MOST:
-        raise ConfigError(
-            "IG600", "--micro-batches must be at least 1", seen=options.micro_batches, expected=f"1 to {MOST:,}"
-        )
     if config.data is None:
         raise PlanError(
             "IG270", "pairs cannot be rehearsed", seen="`pairs` in the config", expected="a language model: `data`"
@@ -156,12 +155,12 @@ def table(ranks: list[RehearsedRank], layout: Layout) -> str:
     from isograd.plan.rehearse import kinds
 
     lines = [f"{layout!s}: {layout.world_size} ranks"]
-    for number, kind in enumerate(kinds(ranks), 1):
+    for which, kind in enumerate(kinds(ranks), 1):
         one = max(kind, key=lambda rank: sum(entry.bytes for entry in rank.step))
         first = max(kind, key=lambda rank: sum(entry.bytes for entry in rank.entries[: rank.start]))
         most, left = one.peak.most, one.peak.left[GRADIENTS]
         lines += [
-            f"\nkind {number}: {kind[0].where}" + (f" and {len(kind) - 1} more" if len(kind) > 1 else ""),
+            f"\nkind {which}: {kind[0].where}" + (f" and {len(kind) - 1} more" if len(kind) > 1 else ""),
             f"  holds     between steps: parameters {_size(one.parameters)}, gradients {_size(left)}, "
             f"states {_size(one.states)}",
             f"            in a step at most: gradients {_size(most[GRADIENTS])}, on their way {_size(most[FLIGHTS])}",

@@ -16,7 +16,10 @@ Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.
 
 
 class CommandParser(command_line.Parser):
-    """The verifier's, which refuses what no option reads in the words of the verb that was given."""
+    """The verifier's, which refuses what no option reads in the words of the verb that was given, and abbreviations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_args(self, words: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """The options."""
@@ -32,12 +35,11 @@ def run(words: list[str], command: str, about: str, examples: str, verbs: Mappin
         prog=f"isograd {command}",
         description=about,
         epilog=examples,
-        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     found = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     for name, (does, add_options, act) in verbs.items():
-        verb = found.add_parser(name, help=does, description=f"isograd {command} {name}: {does}.", allow_abbrev=False)
+        verb = found.add_parser(name, help=does, description=f"isograd {command} {name}: {does}.")
         add_options(verb)
         verb.set_defaults(run=act, parser=verb)
     options = parser.parse_args(words)

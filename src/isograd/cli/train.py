@@ -45,7 +45,7 @@ exit codes:
 def train(words: list[str]) -> int:
     """`isograd train`: show what will be done, then start the ranks or join those that run; the exit code."""
     parser = CommandParser(
-        prog="isograd train", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="isograd train", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train by a config. Starts local ranks itself, or joins torchrun's or Slurm's.", epilog=TRAIN_END,
     )  # fmt: skip
     _config_argument(parser)
@@ -114,14 +114,14 @@ def _refuse_count(config: Config, nproc: int | None) -> None:
 
 def config(words: list[str]) -> int:
     """`isograd config show` and `isograd config schema`; the exit code."""
-    parser = CommandParser(prog="isograd config", allow_abbrev=False, description="Look at configs.")
+    parser = CommandParser(prog="isograd config", description="Look at configs.")
     verbs = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", parser_class=CommandParser, dest="verb"
     )
-    show = verbs.add_parser("show", help="every value and where it comes from", allow_abbrev=False)
+    show = verbs.add_parser("show", help="every value and where it comes from")
     _config_argument(show)
-    verbs.add_parser("schema", help="JSON schema, for editors", allow_abbrev=False)
-    verbs.add_parser("from", help="a config of DeepSpeed, Megatron, NeoX, accelerate, Trainer", allow_abbrev=False)
+    verbs.add_parser("schema", help="JSON schema, for editors")
+    verbs.add_parser("from", help="a config of DeepSpeed, Megatron, NeoX, accelerate, Trainer")
     if words[:1] != ["show"]:
         parser.parse_args(words)
         from isograd.train.config import Config
@@ -136,7 +136,7 @@ def config(words: list[str]) -> int:
 def compare(words: list[str]) -> int:
     """`isograd compare`: the same run under several layouts, or runs that are over; the exit code."""
     parser = CommandParser(
-        prog="isograd compare", allow_abbrev=False,
+        prog="isograd compare",
         description="The same run under several layouts: losses, speed, memory, bytes on the wire. Table, PNG, JSON. "
         "With folders of runs in place of a config: what they have logged.",
     )  # fmt: skip

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
+from isograd.errors import CommError
+
 
 class RankContext:
     """Where one rank makes its groups: a process, a thread, or a simulation. Every rank makes them in one order."""
@@ -44,6 +46,11 @@ class Group:
     def size(self) -> int:
         """The number of members."""
         return len(self.ranks)
+
+    def refuse_closed(self) -> None:
+        """Raise where this rank's connections were closed: it may be a step behind the others, or ahead."""
+        if self.closed:
+            raise CommError("IG207", axes=self.axes, closed=self.closed)
 
 
 def even_sizes(total: int, parts: int) -> tuple[int, ...]:

@@ -34,6 +34,8 @@ class Handle:
 
     def _wait_each(self, only: int | None = None) -> None:
         """Wait for each of the works, or for those of one member."""
+        if self._group is not None:
+            self._group.refuse_closed()  # `forget` has ended them: what they were to fill is not filled
         try:
             for work, member in self._works:  # which `forget` may end
                 if only is None or member == only:

@@ -53,14 +53,8 @@ def is_nccl(group: Group) -> bool:
     return group.handle is not None and group.handle.native
 
 
-def refuse_closed(group: Group) -> None:
-    """Raise where this rank's connections were closed: it may be a step behind the others, or ahead."""
-    if group.closed:
-        raise CommError("IG207", axes=group.axes, closed=group.closed)
-
-
 def _transport(group: Group) -> Transport:
-    refuse_closed(group)
+    group.refuse_closed()
     if group.handle is None:
         raise CommError("IG201", seen=f"group of ranks {group.ranks}", axes=group.axes)
     found: Transport = group.handle

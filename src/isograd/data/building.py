@@ -12,10 +12,11 @@ import fcntl
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import get_args
 
 from isograd.data.chats import chat_tokenizer
 from isograd.data.files import write_whole, writing
@@ -83,7 +84,9 @@ def build(
 
     workers > 1 starts processes: guard a script with `if __name__ == "__main__"`, as for any use of multiprocessing.
     """
-    _check(inputs, documents, validation, special_tokens, on_bad_lines, shard_bytes, workers, largest_document)
+    choices = {"documents": documents, "special_tokens": special_tokens, "on_bad_lines": on_bad_lines}
+    counts = {"shard_bytes": shard_bytes, "workers": workers, "largest_document": largest_document}
+    _check(inputs, validation, choices, counts)
     folder = Path(out)
     template = None
     if chat:
@@ -220,16 +223,11 @@ def _manifest(recipe: Recipe, records: Sequence[ShardRecord]) -> TokenManifest:
     shards = [shard for record in records for shard in record.shards]
     left_out = dict(sum((Counter(record.left_out) for record in records), Counter[str]()))
     if not any(shard.split == "train" for shard in shards):
-        held = sum(shard.documents for shard in shards)
-        raise DataError(
-            "IG923",
-            seen=f"{held} documents for validation, none for training"
-            if held
-            else left_out_text(left_out) or "no document with text",
-            fix="build into a new folder: smaller --validation, or smaller documents (--documents blank)"
-            if held
-            else "give inputs that hold text; into a new folder",
-        )
+        seen, fix = left_out_text(left_out) or "no document with text", "give inputs that hold text; into a new folder"
+        if held := sum(shard.documents for shard in shards):
+            seen = f"{held} documents for validation, none for training"
+            fix = "build into a new folder: smaller --validation, or smaller documents (--documents blank)"
+        raise DataError("IG923", seen=seen, fix=fix)
     ordered = sorted(shards, key=lambda shard: (shard.split, shard.number))
     markers = {marker: number for record in records for marker, number in record.markers.items()}
     empty = sum(record.empty for record in records)
@@ -281,26 +279,12 @@ def _not_too_many(recipe: Recipe, shards: int) -> None:
 
 
 def _check(
-    inputs: Sequence[object],
-    documents: str,
-    validation: float,
-    special_tokens: str,
-    on_bad_lines: str,
-    shard_bytes: int | None,
-    workers: int,
-    largest_document: int,
+    inputs: Sequence[object], validation: float, choices: Mapping[str, str], counts: Mapping[str, int | None]
 ) -> None:
+    known = {"documents": Documents, "special_tokens": SpecialTokens, "on_bad_lines": OnBadLines}
     wrong = [] if inputs else ["no inputs"]
-    if documents not in ("file", "line", "blank"):
-        wrong.append(f"documents {documents!r}")
-    if special_tokens not in ("refuse", "keep", "text"):
-        wrong.append(f"special_tokens {special_tokens!r}")
-    if on_bad_lines not in ("refuse", "skip"):
-        wrong.append(f"on_bad_lines {on_bad_lines!r}")
-    if not 0 <= validation < 1:
-        wrong.append(f"validation {validation}")
-    wrong += [f"shard_bytes {shard_bytes}"] if shard_bytes is not None and shard_bytes < 1 else []
-    wrong += [f"workers {workers}"] if workers < 1 else []
-    wrong += [f"largest_document {largest_document}"] if largest_document < 1 else []
+    wrong += [f"{name} {word!r}" for name, word in choices.items() if word not in get_args(known[name])]
+    wrong += [] if 0 <= validation < 1 else [f"validation {validation}"]
+    wrong += [f"{name} {count}" for name, count in counts.items() if count is not None and count < 1]
     if wrong:
         raise DataError("IG924", seen="; ".join(wrong))

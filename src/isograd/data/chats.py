@@ -365,15 +365,12 @@ def answer_end(folder: str | Path) -> int | None:
         return None
 
 
-@lru_cache(maxsize=1)
-def _chats(folder: str, special_tokens: SpecialTokens) -> Chats:
-    """The Chats of a folder; of several sources, once."""
-    return Chats(folder, special_tokens=special_tokens)
+_chats = lru_cache(maxsize=1)(Chats)  # of several sources with one folder, once
 
 
 def chat_tokenizer(folder: str | Path, special_tokens: SpecialTokens = "refuse") -> tuple[Tokenizer, str]:
     """A folder's tokenizer for conversations, and the sha256 of its chat template."""
-    chats = _chats(str(folder), special_tokens)
+    chats = _chats(str(folder), special_tokens=special_tokens)
     size = max(chats.tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
     vocabulary = Vocabulary(chats.folder.resolve().name, sha256(chats.json.encode()).hexdigest(), size, None)
     made = replace(of_json(chats.json, vocabulary, "keep"), chat=chats, folder=str(folder))

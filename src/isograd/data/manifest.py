@@ -172,23 +172,15 @@ def read(folder: Path) -> TokenManifest:
     """The manifest of a finished build, checked field by field."""
     path = folder / NAME
     if not os.path.lexists(path):
-        begun = os.path.lexists(folder / "building.json")
-        raise DataError(
-            "IG900",
-            folder=folder,
-            seen="its build is not finished"
-            if begun
-            else f"no {NAME}"
-            if os.path.isdir(folder)
-            else "a file"
-            if os.path.exists(folder)
-            else "no such folder",
-            fix="give the same isograd data build command again: it resumes where it stopped"
-            if begun
-            else f"isograd data build TOKENS {folder}, and give the folder TOKENS here"
-            if os.path.isfile(folder)
-            else f"isograd data build {folder} INPUT...",
-        )
+        seen, fix = f"no {NAME}", f"isograd data build {folder} INPUT..."
+        if os.path.lexists(folder / "building.json"):
+            seen = "its build is not finished"
+            fix = "give the same isograd data build command again: it resumes where it stopped"
+        elif os.path.isfile(folder):
+            seen, fix = "a file", f"isograd data build TOKENS {folder}, and give the folder TOKENS here"
+        elif not os.path.exists(folder):
+            seen = "no such folder"
+        raise DataError("IG900", seen=seen, fix=fix, folder=folder)
     try:
         raw = read_bytes(path, LARGEST)
         head = parse_json(raw, path)

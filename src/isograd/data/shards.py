@@ -8,23 +8,24 @@ has a record is done, and is not done again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from re import Match
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
 from isograd.data.files import write_whole, writing
 from isograd.data.manifest import LARGEST, STRICT, Count, Recipe, Split, TokenShard, encode, file_names
 from isograd.data.texts import InputPart, read
-from isograd.data.tokenizer import Ids, Tokenizer
+from isograd.data.tokenizer import ChatEncoder, Ids, Tokenizer
 from isograd.errors import DataError
 from isograd.io.atomic import AtomicFile, flush_folder
 from isograd.io.untrusted import FileError, read_typed
 
+T = TypeVar("T")
 TOGETHER = 1 << 20  # characters given to the tokenizer at once
 REASONS = {"IG929": "a special token spelled in a message", "IG992": "an answer whose tokens are not certain"}
 
@@ -110,27 +111,37 @@ def _tokenized(
     recipe: Recipe, parts: list[InputPart], tokenizer: Tokenizer, left_out: Counter[str]
 ) -> Iterator[list[Document]]:
     """Documents, some together. left_out: counts the lines that are skipped, by reason."""
-    if tokenizer.chat is None:
-        for texts in _batches(recipe, parts, tokenizer):
-            yield [(text, ids, None) for text, ids in zip(texts, tokenizer.encode(texts), strict=True)]
+    if tokenizer.chat is not None:
+        yield from _together(_chats(recipe, parts, tokenizer.chat, left_out), lambda document: len(document[0]))
         return
-    held, size = list[Document](), 0
+    for texts in _together(_texts(recipe, parts, tokenizer), len):
+        yield [(text, ids, None) for text, ids in zip(texts, tokenizer.encode(texts), strict=True)]
+
+
+def _together(parts: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Some of them together, so that a tokenizer can work on many at once and memory stays bounded."""
+    held, total = list[T](), 0
+    for part in parts:
+        held.append(part)
+        total += size(part)
+        if total >= TOGETHER:
+            yield held
+            held, total = [], 0
+    if held:
+        yield held
+
+
+def _chats(recipe: Recipe, parts: list[InputPart], encode: ChatEncoder, left_out: Counter[str]) -> Iterator[Document]:
     for part in parts:
         for index, text in enumerate(read(recipe, part)):
             try:
-                held.append((text, *tokenizer.chat(text)))
+                yield (text, *encode(text))
             except DataError as error:
                 reason = error.reason or REASONS.get(error.code)
-                if recipe.on_bad_lines == "skip" and reason:
-                    left_out[reason] += 1
-                    continue
-                error.where = _place(recipe, part, index)
-                raise
-            size += len(text)
-            if size >= TOGETHER:
-                yield held
-                held, size = [], 0
-    yield held
+                if recipe.on_bad_lines != "skip" or not reason:
+                    error.where = _place(recipe, part, index)
+                    raise
+                left_out[reason] += 1
 
 
 def _place(recipe: Recipe, part: InputPart, index: int) -> str:
@@ -139,21 +150,13 @@ def _place(recipe: Recipe, part: InputPart, index: int) -> str:
     return f"{recipe.inputs[part.input].path}, document {before + index + 1}"
 
 
-def _batches(recipe: Recipe, parts: list[InputPart], tokenizer: Tokenizer) -> Iterator[list[str]]:
-    """Documents, some together, so that a tokenizer can work on many at once and memory stays bounded."""
-    held, size = list[str](), 0
+def _texts(recipe: Recipe, parts: list[InputPart], tokenizer: Tokenizer) -> Iterator[str]:
     refused = tokenizer.special if recipe.special_tokens == "refuse" else None
     for part in parts:
         for index, text in enumerate(read(recipe, part)):
             if refused is not None and (found := refused.search(text)):
                 raise _spells(recipe, part, index, found)
-            held.append(text)
-            size += len(text)
-            if size >= TOGETHER:
-                yield held
-                held, size = [], 0
-    if held:
-        yield held
+            yield text
 
 
 def _spells(recipe: Recipe, part: InputPart, index: int, found: Match[str]) -> DataError:
@@ -171,16 +174,7 @@ def _spells(recipe: Recipe, part: InputPart, index: int, found: Match[str]) -> D
 
 def _blocks(held: list[Ids]) -> Iterator[list[Ids]]:
     """Arrays, some together and large ones in parts: what is written at once takes little memory."""
-    block, size = list[Ids](), 0
-    for ids in held:
-        for at in range(0, len(ids), TOGETHER):
-            block.append(ids[at : at + TOGETHER])
-            size += len(block[-1])
-            if size >= TOGETHER:
-                yield block
-                block, size = [], 0
-    if block:
-        yield block
+    return _together((ids[at : at + TOGETHER] for ids in held for at in range(0, len(ids), TOGETHER)), len)
 
 
 class _Side:

@@ -15,6 +15,7 @@ from isograd.data.preferences import BUILT, PROMPTS, Preferences
 from isograd.data.tokenizer import load_tokenizer
 from isograd.data.tokens import Tokens, check_sizes
 from isograd.errors import DataError
+from isograd.io import terminal
 
 LABELS = "▶", "◀"  # around what is learned of a conversation
 GREEN = "\x1b[32m", "\x1b[39m"  # instead of them, on a terminal
@@ -135,14 +136,9 @@ def _text(
     """Tokens as text, labels between marks, lines after the first one indented."""
     found = []
     for label, held in groupby(places, key=marks.__getitem__):
-        text = _printable(decode([ids[place] for place in held]))
+        text = terminal.plain(decode([ids[place] for place in held]))
         found.append(text.join(labels) if label else text)
     return "".join(found).replace("\n", "\n      ")
-
-
-def _printable(text: str) -> str:
-    """What a terminal would act on is spelled out."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def verify(folder: str | Path, progress: Callable[[int, int], None] = lambda done, total: None) -> TokenManifest:

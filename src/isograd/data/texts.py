@@ -166,12 +166,7 @@ def read(recipe: Recipe, part: InputPart) -> Iterator[str]:
         return
     with _opened(path) as file:
         if recipe.documents == "file" and path.suffix not in JSON_LINES:
-            whole = file.read(part.largest + 1)
-            if len(whole) > part.largest:
-                raise _too_large(path, 0, part.largest)
-            found = _utf8(path, 0, whole)
-            del whole
-            yield found
+            yield _whole(path, file, part.largest)
             return
         if recipe.documents == "blank" and path.suffix not in JSON_LINES:
             yield from _paragraphs(path, _lines(path, file, part), part.largest)
@@ -220,6 +215,14 @@ def values(path: Path) -> Iterator[tuple[int, Any]]:
                     ) from error
 
 
+def _whole(path: Path, file: IO[bytes], largest: int) -> str:
+    """The text of a file that is one document; its bytes are not held beside it."""
+    whole = file.read(largest + 1)
+    if len(whole) > largest:
+        raise _too_large(path, 0, largest)
+    return _utf8(path, 0, whole)
+
+
 def _is_array(path: Path) -> bool:
     """Whether a file of JSON is one array, instead of lines of objects."""
     if path.suffix not in JSON_LINES:
@@ -230,11 +233,7 @@ def _is_array(path: Path) -> bool:
 
 def _array(path: Path, largest: int) -> list[Any]:
     with _opened(path) as file:
-        whole = file.read(largest + 1)
-    if len(whole) > largest:
-        raise _too_large(path, 0, largest)
-    text = _utf8(path, 0, whole)
-    del whole
+        text = _whole(path, file, largest)
     try:
         found: list[Any] = parse_line(text)
     except (ValueError, RecursionError) as error:

@@ -45,9 +45,7 @@ class DeviceDecision:
     ) -> None:
         """same_inputs: the axes whose ranks must be given equal batches."""
         self.mesh, self._optimizer, self._step_state, self._clip = mesh, optimizer, step_state, clip
-        last = mesh.layout.rank({**mesh.coordinates, "pp": mesh.layout.pp - 1})
-        places = torch.tensor(mesh.layout.ranks(DATA, last)), mesh.all_groups("tp"), mesh.all_groups(same_inputs)
-        self._places = [place.to(mesh.device) for place in places] if mesh.on_cards else list(places)
+        self._places = places_of(mesh, same_inputs)
 
     def possible(self, whole: bool) -> Tensor:
         """For the gather of the step: whether this rank can."""
@@ -63,10 +61,10 @@ class DeviceDecision:
             return raw.to_host(rows), None
         verdict = verdict_of(rows, self._places, self._clip, loss_scale)
         raised = self._optimizer.step(self._step_state, 0.0, unused, verdict)
-        own = torch.stack((verdict.refused.double(), verdict.grad_norm))
-        refused, grad_norm, *numbers = raw.to_host(torch.cat((own, rows.flatten()))).unbind()
-        step = DeviceStep(not bool(refused), float(grad_norm), raised)
-        return torch.stack(numbers).view(rows.shape), step
+        own = torch.stack((verdict.refused, verdict.grad_norm))
+        numbers = raw.to_host(torch.cat((own, rows.flatten())))
+        step = DeviceStep(not bool(numbers[0]), float(numbers[1]), raised)
+        return numbers[2:].view(rows.shape), step
 
     def _all_can(self, table: StepStatus) -> bool:
         if table.late is None or not bool(table.more["device"].all()):
@@ -78,27 +76,39 @@ class DeviceDecision:
         return True
 
 
+def places_of(mesh: Mesh, same_inputs: str) -> list[Tensor]:
+    """[ranks, 2]: 1 where a rank's squares, and its weight, are added up. Groups of ranks that have equal losses and
+    weights, and equal inputs. The least and the largest that numbers of a right step are: squares, weights and counts
+    of wrong inputs of all ranks, the norm, the factor of gradients."""
+    ranks, last = mesh.layout.world_size, mesh.layout.rank({**mesh.coordinates, "pp": mesh.layout.pp - 1})
+    summed = torch.ones(ranks, 2, dtype=torch.float64)
+    summed[:, 1] = torch.isin(torch.arange(ranks), torch.tensor(mesh.layout.ranks(DATA, last)))
+    least, largest = torch.zeros(3 * ranks + 2, dtype=torch.float64), torch.finfo(torch.float64).max
+    least[:ranks], least[-1] = -largest, SCALES[0]
+    most = torch.tensor([largest] * 2 * ranks + [0.0] * ranks + [largest, SCALES[1]], dtype=torch.float64)
+    places = summed, mesh.all_groups("tp"), mesh.all_groups(same_inputs), least, most
+    return [place.to(mesh.device) if mesh.on_cards else place for place in places]
+
+
 def verdict_of(rows: Tensor, places: list[Tensor], clip: float | None, loss_scale: float) -> Verdict:
-    """rows: per rank its squares, weight, loss, digest of inputs and count of wrong ones. places: the ranks whose
-    weights are added up, and groups of ranks that have equal losses and weights, and equal inputs."""
-    squares, weights, losses, digests, wrong = rows.unbind(1)
-    data, tp, same_inputs = places
-    weight = tree_sum(weights.index_select(0, data))
-    scale = 1.0 / (weight * loss_scale)
-    grad_norm = tree_sum(squares).sqrt() * scale
+    """rows: per rank its squares, weight, loss, digest of inputs and count of wrong ones. places: of `places_of`."""
+    summed, tp, same_inputs, least, most = places
+    squares, weights, losses, digests, unknown = rows.unbind(1)
+    square, weight = tree_sum(rows[:, :2] * summed).unbind()
+    scale = (weight * loss_scale).reciprocal()
+    grad_norm = square.sqrt() * scale
     factor = scale if clip is None else scale * (clip / (grad_norm + 1e-6)).clamp(max=1.0)
-    right = grad_norm.isfinite() & (weight > 0) & (factor > SCALES[0]) & (factor < SCALES[1])
-    right = right & (weights >= 0).all() & weights.isfinite().all() & (wrong == 0).all()
+    numbers = torch.cat((squares, weights, unknown, torch.stack((grad_norm, factor))))
+    wrong = (numbers.clamp(least, most) != numbers).any()  # NaN is unlike itself
     if tp.shape[1] > 1:
         near = losses[tp]
         apart = (near - near[:, :1]).abs() > SAME_LOSS * near.abs().amax(1, keepdim=True)
-        right = right & ~apart.any() & _equal(weights, tp)
+        wrong = wrong | apart.any() | _unequal(weights, tp)
     if same_inputs.shape[1] > 1:
-        right = right & _equal(digests, same_inputs)
-    divisor = torch.where(right, 1.0 / factor, 1.0).float()
-    return Verdict((~right).float(), divisor, grad_norm)
+        wrong = wrong | _unequal(digests, same_inputs)
+    return Verdict(wrong.float(), factor.reciprocal().float(), grad_norm)
 
 
-def _equal(numbers: Tensor, groups: Tensor) -> Tensor:
+def _unequal(numbers: Tensor, groups: Tensor) -> Tensor:
     of_groups = numbers[groups]
-    return (of_groups == of_groups[:, :1]).all()
+    return (of_groups != of_groups[:, :1]).any()

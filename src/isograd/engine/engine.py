@@ -384,7 +384,7 @@ class Engine:
         rows. `assemble(p.detach(), engine.table.records[name].contract, engine.mesh)` of isograd.core.contract,
         called on all ranks, returns the tensor of all tp and ep ranks.
         """
-        raw.refuse_closed(self.mesh.group("world"))
+        self.mesh.group("world").refuse_closed()
         if self._units is not None:
             self._units.gather_all()
         try:

@@ -39,7 +39,8 @@ def global_norm_beside(rows: list[Tensor], world: Group, device: torch.device, l
 def _squares(rows: list[Tensor], device: torch.device) -> Tensor:
     if not rows:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(list(torch._foreach_norm(rows, 2))).double().square().sum()
+    norms = torch.stack(list(torch._foreach_norm(rows, 2))).double()
+    return norms.dot(norms)
 
 
 def reproducible_norm(rows: list[Tensor], world: Group, device: torch.device) -> float:

@@ -14,7 +14,8 @@ their owners, and chunks have the lengths that follow.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,10 +34,10 @@ class Buffers:
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 
-    def take(self, like: Tensor, numel: int) -> Tensor:
-        """A flat tensor of the dtype and device of `like`, of any content."""
-        free = self._free.get((like.dtype, numel))
-        return free.pop() if free else like.new_empty(numel)
+    def take(self, like: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor on the device of `like`, of any content."""
+        free = self._free.get((dtype, numel))
+        return free.pop() if free else like.new_empty(numel, dtype=dtype)
 
     def give_back(self, flat: Tensor) -> None:
         """Nobody reads it any more, and nothing of it is under way."""
@@ -57,15 +58,18 @@ class Packing:
         self.sizes: tuple[int, ...] = (sum(self._lengths),) * self.owners.size
 
     def pack(self, tensors: Sequence[Tensor], buffers: Buffers) -> Tensor:
-        """Full tensors as one flat tensor. It may be the memory of a tensor that is alone."""
-        parts = []
+        """Full tensors as one flat tensor in the dtype of sums, which one launch casts where all have one dtype. It may
+        be the memory of a tensor that is alone."""
+        parts, dtype = [], self.slots[0].dtype
         for tensor, length, pad in zip(tensors, self._lengths, self._pads, strict=True):
             flat = tensor.reshape(-1)
             parts.append((functional.pad(flat, (0, pad)) if pad else flat).view(self.owners.size, length))
         if len(parts) == 1:
-            return parts[0].view(-1)
-        flat = buffers.take(parts[0], sum(self.sizes))
-        torch.cat(parts, dim=1, out=flat.view(self.owners.size, -1))
+            return parts[0].view(-1).to(dtype)
+        flat = buffers.take(parts[0], sum(self.sizes), dtype)
+        alike = len({part.dtype for part in parts}) == 1
+        parts = [part if alike else part.to(dtype) for part in parts if part.numel()]
+        torch._chunk_cat(parts, 0, self.owners.size, out=flat.view(self.owners.size, -1))
         return flat
 
     def pack_rows(self, rows: Sequence[Tensor], chunk: Tensor) -> None:
@@ -120,7 +124,7 @@ class WholeMatrices(Packing):
 
     def pack(self, tensors: Sequence[Tensor], buffers: Buffers) -> Tensor:
         """Full matrices as one flat tensor."""
-        flat = buffers.take(tensors[0], sum(self.sizes))
+        flat = buffers.take(tensors[0], sum(self.sizes), self.slots[0].dtype)
         return torch.cat([tensors[i].reshape(-1) for i in self._order], out=flat)
 
     def pack_rows(self, rows: Sequence[Tensor], chunk: Tensor) -> None:
@@ -183,30 +187,36 @@ def gather_rows(
     group: Group,
     tag: int = 0,
     buffers: Buffers | None = None,
+    alloc: Callable[[], None] = lambda: None,
 ) -> Handle:
     """Start filling full tensors with every owner's rows; mine are given, perhaps in their place already.
 
-    `tag`: on gloo, gathers with different tags never meet. `buffers`: for what lies in between.
+    `tag`: on gloo, gathers with different tags never meet. `buffers`: for what lies in between. `alloc`: gives the full
+    tensors their memory, as late as they need it.
     """
     if group.size == 1:
+        alloc()
         for target, mine in zip(targets, rows, strict=True):
             target.copy_(mine.view(target.shape))
         return Handle()
     in_place = packing.is_flat and targets[0].is_contiguous()
     buffers = buffers or Buffers()
-    flat = targets[0].view(-1) if in_place else buffers.take(targets[0], sum(packing.sizes))
+    if in_place:
+        alloc()
+    flat = targets[0].view(-1) if in_place else buffers.take(targets[0], sum(packing.sizes), targets[0].dtype)
     chunk = flat.split(list(packing.sizes))[group.index]
     packing.pack_rows(rows, chunk)
     handle = raw.all_gather_start(flat, chunk, group, packing.sizes, tag)
     if not in_place:
-        handle.and_then(lambda: packing.unpack(flat, targets)).and_then(lambda: buffers.give_back(flat))
+        unpack = partial(packing.unpack, flat, targets)
+        handle.and_then(alloc).and_then(unpack).and_then(lambda: buffers.give_back(flat))
     return handle
 
 
 def _join(parts: Sequence[Tensor], chunk: Tensor) -> None:
-    """Flat tensors side by side, from wherever they lie."""
+    """Flat tensors side by side, from wherever they lie and in whatever dtype they are."""
     if len(parts) > 1 and parts[0].device == chunk.device:
-        torch.cat(list(parts), out=chunk)
+        torch._foreach_copy_(chunk.split([part.numel() for part in parts]), list(parts))
     elif len(parts) > 1 or parts[0].data_ptr() != chunk.data_ptr():
         chunk.copy_(torch.cat(list(parts)) if len(parts) > 1 else parts[0], non_blocking=True)
 

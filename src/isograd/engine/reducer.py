@@ -38,6 +38,7 @@ class Reducer:
         self.plan, self.tree, self._rank = plan, tree, mesh.rank
         self._context = mesh.group("world").context
         self._groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
+        self._native = any(map(raw.is_nccl, self._groups.values()))  # waits are the card's
         self.packings = {bucket: packing_of(bucket.slots) for bucket in plan.buckets}  # planned once, for gathers too
         self.buffers = Buffers()  # for gathers too
         self.sent: list[Bucket] = []  # the buckets that left since the step began, in order
@@ -46,29 +47,37 @@ class Reducer:
         # Under way, each with the memory that it has been packed into; None where that is a gradient's own.
         self._pending: deque[tuple[Bucket, Reduction, Tensor | None]] = deque()
         self._latest = 0  # launched since the last call of `begin_pass` or `next_block`
-        # The sum of all that has left: not finite if any gradient is not. The host does not look at it before a step
-        # is skipped.
-        self._total = torch.zeros((), dtype=torch.float64, device=plan.slots[0].parameter.device)
+        # The sum of what has left of each bucket: not finite if any gradient is not. The host does not look at it before
+        # a step is skipped.
+        self._totals: dict[Bucket, Tensor] = {}
 
     # -- launch
 
     @raw.abort_group_on_interrupt()
-    def launch(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-        """Send a bucket's gradients to the owners of their rows."""
+    def launch(self, bucket: Bucket, gradients: list[Tensor]) -> None:
+        """Send a bucket's gradients to the owners of their rows. The list is emptied, so that packed ones are freed."""
         while len(self._pending) >= AT_ONCE and self._pending[0][1].arrived_within(0.0):
             self._finish()
         self.sent.append(bucket)
         self._latest += 1
         group, packing = self._groups[bucket.owners.ranks], self.packings[bucket]
         if group.size == 1:
-            self._add(bucket, [g.view(1) if g.dim() == 0 else g for g in gradients])
+            own = zip(bucket.slots, gradients, strict=True)
+            self._add(bucket, [(g.view(1) if g.dim() == 0 else g).to(slot.dtype) for slot, g in own])
             return
         flat = packing.pack(gradients, self.buffers)
-        self._total.add_(flat.sum())
+        gradients.clear()
+        total, before = flat.sum(), self._totals.get(bucket)
+        self._totals[bucket] = total if before is None else before.add_(total)
         if self.sums is not None:
             self.sums.sending(bucket, packing, flat)
         reduction = reduce_rows(packing, flat, group, tree=self.tree, number=bucket.number)
         self._pending.append((bucket, reduction, None if len(bucket.slots) == 1 else flat))
+
+    def make_room(self) -> None:
+        """A backward has ended on all ranks, and what it has left to send leaves now: on NCCL few buckets at a time."""
+        while self._native and len(self._pending) >= AT_ONCE:
+            self._finish()
 
     def begin_pass(self) -> None:
         """Before a backward that launches: finish what is older than the last such backward, or its last block. A rank
@@ -76,11 +85,14 @@ class Reducer:
         self._finish_older(PATIENCE)
 
     def next_block(self) -> None:
-        """ZeRO 3: backward has left a block. Finish what left earlier than with the block before.
+        """ZeRO 3: backward has left a block. Finish what left earlier than with the block before; with it, too, on NCCL,
+        where the host waits for nothing: so the packed gradients of one block are there at a time.
 
-        That cannot block: this rank has read the others' note of a gather that they posted when they had left two
+        On gloo that cannot block: this rank has read the others' note of a gather that they posted when they had left two
         blocks before, or were leaving it, which ends with a launch (engine/zero3/gather_check.py).
         """
+        if self._native:
+            self._latest = 0
         self._finish_older()
 
     def _finish_older(self, patience: float | None = None) -> None:
@@ -125,7 +137,7 @@ class Reducer:
         """This rank, if its own gradients of this step were not finite. `reduced`: my rows; where this rank has no
         other owner beside it, they are its own gradients. The host waits."""
         alone = [rows for slot, rows in reduced.items() if slot.owners.size == 1]
-        return {self._rank} if not all(map(math.isfinite, [self._total, *(rows.sum() for rows in alone)])) else set()
+        return {self._rank} if not all(map(math.isfinite, [*self._totals.values(), *(rows.sum() for rows in alone)])) else set()
 
     def begin_sums(self) -> None:
         """Check the reductions and the messages of the step that begins."""
@@ -161,7 +173,7 @@ class Reducer:
         assert not self._pending, "reductions of the step before have not ended"
         self.reduced, self._latest = {}, 0
         self.sent.clear()
-        self._total.zero_()
+        self._totals.clear()
 
 
 def zeros_of(slot: Slot) -> Tensor:

@@ -4,7 +4,8 @@
    `backward_terms` several ones with their shares of the step (engine/term_weights.py), and `run_backward` runs
    autograd. A gradient is a pending sum from here on, and nothing divides it.
 2. `arrived`: autograd has finished a parameter's gradient. It moves from `.grad` into `local`, this rank's own sum
-   over the backwards of the step, in fp32 (fp64 in fp64 models). `.grad` then holds a stand-in that refuses to be used.
+   over the backwards of the step, in fp32 (fp64 in fp64 models); one that is alone stays as autograd has made it, and
+   is cast as it is packed. `.grad` then holds a stand-in that refuses to be used.
 3. A bucket of gradients leaves `local` for the owners of its rows. `ReduceWhen` says when: with its last gradient
    (GRAD_READY), when backward has left its block (BLOCK_DONE), or at the step (STEP). An autograd hook waits for
    nothing that another rank may not have sent.
@@ -105,6 +106,7 @@ class StepState:
         withholds: False leaves `.grad` between backwards to the caller."""
         self.plan, self.mesh, self.reproducible, self.units = plan, mesh, reproducible, units
         self.keep_full, self.loss_scale = keep_full, loss_scale
+        self._widens = reproducible or keep_full  # a half-precision gradient at once, and not as its bucket is packed
         self.widest = widest or len(plan.slots)
         self.state = State.OPEN
         self.failure: str | None = None  # why the state is FAILED
@@ -342,12 +344,13 @@ class StepState:
         """Add to this rank's own sum."""
         self.used.add(slot)
         before = self.local.get(slot)
-        gradient = gradient.to(slot.dtype)
         if self._run is not None and self._run.factor is not None:
-            gradient = gradient * self._run.factor.to(gradient)
+            gradient = gradient.to(slot.dtype) * self._run.factor.to(slot.dtype)
         if self._run is not None and self._run.no_loss is not None:
             gradient = torch.where(self._run.no_loss, gradient.new_zeros(()), gradient)
-        self.local[slot] = gradient if before is None else before.add_(gradient)
+        if self._widens:
+            gradient = gradient.to(slot.dtype)
+        self.local[slot] = gradient if before is None else before.to(slot.dtype).add_(gradient)
 
     def replace_own(self, slot: Slot, gradient: Tensor) -> None:
         """This rank's own sum, as the user has edited it."""
@@ -392,14 +395,15 @@ class StepState:
         if self._outgoing.buckets and self.units is not None:
             self.units.all_ended()  # and so they launch the same buckets
         while self._outgoing.buckets:
+            self.reducer.make_room()
             self._launch(self._outgoing.buckets[0])
 
     def _launch(self, bucket: Bucket) -> None:
         self._outgoing.buckets.remove(bucket)
         gradients = [self._taken(slot) for slot in bucket.slots]
-        self.reducer.launch(bucket, gradients)
         if self.keep_full:
             self.full.update(zip(bucket.slots, gradients, strict=True))
+        self.reducer.launch(bucket, gradients)
 
     def _taken(self, slot: Slot) -> Tensor:
         """A gradient out of `local`; zeros for a parameter that this rank did not use."""

@@ -45,11 +45,12 @@ def _added(a: Pieces, b: Pieces) -> Pieces:
 
 def tree_sum(values: Sequence[Tensor] | Tensor) -> Tensor:
     """((0 + 1) + (2 + 3)) + ...: the same bits for any power-of-two split into ranks and micro-batches.
-    The rows of one tensor are added a level at a time: two launches, however many rows."""
+    The rows of one tensor are added a level at a time: at most two launches, however many rows."""
     if isinstance(values, Tensor):
         while len(values) > 1:
             even = len(values) // 2 * 2
-            values = torch.cat((values[:even:2] + values[1:even:2], values[even:]))
+            sums = values[:even:2] + values[1:even:2]
+            values = torch.cat((sums, values[even:])) if even < len(values) else sums
         return values[0]
     level = list(values)
     while len(level) > 1:

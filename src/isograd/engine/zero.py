@@ -99,10 +99,22 @@ def _has_own_memory(master: Tensor, rows: Tensor) -> bool:
     return master.dtype != rows.dtype or master.device != rows.device
 
 
-def _take(rows: Tensor, master: nn.Parameter) -> None:
-    edited, written = rows.to(master.device), master.to(rows.dtype)
-    if master.device.type != "cpu" or not torch.equal(edited, written):
-        torch.where(edited == written, master, edited.to(master.dtype), out=master.data)
+def _take(targets: Sequence[Tensor], masters: Sequence[nn.Parameter]) -> None:
+    """Of half-precision tensors and their masters, which lie in one place: what was edited."""
+    if masters[0].device.type == "cpu":
+        for rows, master in zip(targets, masters, strict=True):
+            edited, written = rows.to(master.device), master.to(rows.dtype)
+            if not torch.equal(edited, written):
+                torch.where(edited == written, master, edited.to(master.dtype), out=master.data)
+        return
+    sizes = [master.numel() for master in masters]  # side by side: on a card each call is a launch
+    edited, written = targets[0].new_empty(2, sum(sizes))
+    for flat, tensors in ((edited, targets), (written, masters)):
+        places = zip(flat.split(sizes), tensors, strict=True)
+        torch._foreach_copy_([place.view(tensor.shape) for place, tensor in places], list(tensors))
+    same, wide = (edited == written).split(sizes), edited.to(masters[0].dtype).split(sizes)
+    for master, kept, other in zip(masters, same, wide, strict=True):
+        torch.where(kept.view(master.shape), master, other.view(master.shape), out=master.data)
 
 
 Factory = Callable[[Shards], torch.optim.Optimizer]
@@ -139,6 +151,8 @@ class ShardedOptimizer:
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
         own = [slot for slot in plan.slots if slot not in across]
         self._has_own_memory = [slot for slot in own if _has_own_memory(self.masters[slot.name], self._target(slot))]
+        if units is not None and not offload:
+            self._free_rows()
         self._collect_edits()
         shards = Shards(self.masters.items(), {slot.name for slot in plan.slots if slot.uncut_matrix})
         self.optimizer = factory(shards)
@@ -287,15 +301,24 @@ class ShardedOptimizer:
         Contents are compared, because an edit of `.data` moves no version counter. On the CPU the masters are read and
         left when nothing was edited; on a GPU, which nothing waits for here, each element is chosen.
         """
+        for bucket in self.plan.buckets:
+            if slots := [slot for slot in bucket.slots if slot in self._has_own_memory]:
+                _take([self._target(slot) for slot in slots], [self.masters[slot.name] for slot in slots])
+        if self.units is not None and not self.offload:
+            self._free_rows()
+
+    def _free_rows(self) -> None:
+        """ZeRO 3: half-precision rows are made of their masters as they are gathered."""
+        assert self.units is not None
         for slot in self._has_own_memory:
-            _take(self._target(slot), self.masters[slot.name])
+            self.units.params[id(slot.parameter)].free_rows(self.masters[slot.name])
 
     @torch.no_grad()
     def _collect_edits(self) -> None:
         """The same for matrices that are stepped whole and of which tp ranks have parts."""
         wholes = self.across.collect({slot: self._target(slot) for slot in self.across.slots})
         for slot, edited in wholes.items():
-            _take(edited, self.masters[slot.name])
+            _take([edited], [self.masters[slot.name]])
 
     def moved(self, reducer: Reducer) -> None:
         """The masters have new values without a step."""
@@ -304,7 +327,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _write_back(self, reducer: Reducer) -> None:
-        if self._has_own_memory:
+        if self.units is not None and not self.offload:
+            self._free_rows()
+        elif self._has_own_memory:
             masters: list[Tensor] = [self.masters[slot.name] for slot in self._has_own_memory]
             torch._foreach_copy_([self._target(slot) for slot in self._has_own_memory], masters)
         wholes = {slot: self.masters[slot.name].data for slot in self.across.slots if self.across.is_home(slot)}

@@ -15,6 +15,13 @@ IG110: layout {layout!r} needs {needed} ranks, this world has {size}
 IG111: a mesh of a running world cannot be pickled, nor a model that holds one
   expected: torch.save(model.state_dict(), ...), or isograd.checkpoint.CheckpointManager, which saves any layout
   fix:      build the model again from its config on the mesh of the world that loads it, then load its state
+IG291: ranks did not start within {wait_s:g} s
+  expected: every rank of the world, started at about the same time (--wait)
+  fix:      start this command on every machine with the same --nnodes, --master-addr and --master-port, and a
+            --node-rank of its own
+IG299: the port at which ranks meet is used by another program
+  expected: a free port of the first machine
+  fix:      ss -ltnp names the program (an earlier run?): end it, or take another MASTER_PORT on all machines
 IG301: parameter {leaf!r} of an isograd layer has no contract
   expected: declare(parameter, mesh, shape=..., shards=..., partial_over=...) where it is made
 IG302: a parameter's local shape contradicts its contract
@@ -27,6 +34,8 @@ IG304: the axes of a contract contradict each other
   expected: data axes 'dp cp' with cuts over tp; or data axes 'edp' with cuts over ep and ties alone, as edp and
             ep are all ranks of a stage
   fix:      declare(..., shards=(Shard.even('ep', 0, experts, mesh.size('ep')),), data='edp') for routed experts
+IG400: ep{ep} cuts experts, and this model has none
+  expected: a config with experts, or a layout without ep
 IG401: dropout needs the global ids of its tokens
   expected: model(tokens, labels, key=..., samples=ids of the sequences)
 IG402: a vocabulary of {vocab} cannot be cut over tp{tp}
@@ -47,10 +56,16 @@ IG409: a gradient of a gradient was asked for, of an operation whose backward ha
   expected: first derivatives
   fix:      of a Transformer: F.cross_entropy(model(tokens), labels) on one device, with attention by
             torch.nn.attention.sdpa_kernel(SDPBackend.MATH), can be differentiated twice; else leave create_graph out
+IG410: tokens, labels and documents must be [batch, sequence]
+  expected: two dimensions, the same for all
+IG411: the sequence is longer than the learned positions
+  expected: at most {max_positions}
 IG414: ranks of one cp group were given different sequences
   seen:     tokens, labels or documents that differ from those of ranks {unlike}
   expected: the same whole sequences on every rank of a cp group: the model takes its own part of each
   fix:      index the data by mesh.index('dp'), not by mesh.index('dp cp') or the global rank
+IG415: a model cut into pipeline stages is not called; its pieces run in the order of a schedule
+  expected: engine.train_step(batch, micro_batches=k), or engine.evaluate
 IG417: the model was given token ids or labels outside its vocabulary
   expected: ids from 0 to vocabulary - 1; as a label also the ignore index, where there is no target
   fix:      tokenise with the model's own vocabulary; if another label marks positions without a target, such as -1,
@@ -65,10 +80,16 @@ IG422: the stored {name!r} has another shape
 IG424: shards of {place} are missing
   expected: every file that model.safetensors.index.json names
   fix:      copy the folder again
+IG425: an answer has no log probability under the model that the run starts from
+  expected: a number for each answer of a pair that fits
+  fix:      weights (model.path) whose logits are finite
 IG430: unknown order {order!r} of sequence blocks
 IG441: the attention of {name} cannot be reached
   expected: a causal language model of transformers, whose tokens are mixed by its attention interface only
   fix:      isograd.models.Transformer, or isograd.sequence.attend inside the model's own attention
+IG447: the loss of {name} is not the sum over shift_labels divided by num_items_in_batch
+  expected: transformers' ForCausalLMLoss, and no term that is a mean over this rank's tokens
+  fix:      output_router_logits=False; or model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss
 IG452: the capacity of experts per {capacity_scope} would change with the layout
   seen:     capacity_scope {capacity_scope!r}: which tokens are together in one depends on dp, cp, tp and on the
             micro-batches
@@ -90,11 +111,23 @@ IG464: the style {style!r} is not supported for {name}
   fix:      leave out tp and ep: dp, cp and zero0 to zero3 need no plan
 IG465: {what_is_cut} cannot be cut over {axis}{size}
   fix:      another {axis}; dp and zero3 cut any model
+IG477: {name} does not keep apart the documents of a row
+  expected: the logits that each document has by itself, from positions that begin again
+  fix:      --data.packing stream, where texts may see each other; or --model.code isograd for a family that it knows
+IG479: attention cannot be computed by {wanted}
+  expected: a class that lets its attention be chosen; for flash_attention_2 also CUDA and flash-attn
+  fix:      --model.attn_implementation sdpa
 IG480: products of linear layers cannot be computed in float8 ({recipe}) here
 IG481: the scales of float8 ({recipe}) would not be those of one device under {layout!r}
   expected: a layout of dp, zero, pp, and of tp that divides key and value heads and leaves multiples of 16; cp with
             rowwise_with_gw_hp
   fix:      --model.float8 rowwise_with_gw_hp under cp; else another tp
+IG611: this {kind} is quantised
+  expected: weights in fp32, bf16 or fp16
+  fix:      take the weights it was quantised from, or dequantise them with transformers
+IG639: this layout has more ranks than a proof starts on one machine
+  expected: at most {most_ranks} ranks
+  fix:      prove one with the same axes and fewer ranks: --layouts 'dp2 tp2 sp zero1'
 IG641: pairs train a Hugging Face encoder
   expected: a folder with config.json, model.safetensors and a tokenizer
   fix:      --model.path FOLDER
@@ -122,9 +155,22 @@ IG655: {folder} cannot be sent to the Hugging Face hub as {name}
 IG656: lm-eval-harness could not run {tasks}
   expected: names of its tasks, whose data is on this machine or can be fetched
   fix:      lm_eval ls tasks prints the names; --task-folder DIR for tasks of your own, as YAML
+IG663: {path} does not hold what it should
+  expected: the fields of its format, each of its type
 IG666: {path} is in a folder that isograd writes into, and is no plain file of its own
   expected: regular files and folders: nothing outside of the folder is written through it
   fix:      remove it; to keep a run on another disk, link the run's whole folder, or give that disk with --run
+IG730: a case has a loss, or a step of its own, not both
+  fix:      Case(model, batch, loss=lambda model, part: model(**part).loss)
+IG731: the tensors of a case's batch have no common number of rows
+  expected: dim 0 of every tensor is the sample
+  fix:      put samples first; keep what is not per sample out of the batch
+IG733: a case function must return a Case
+  fix:      return ig.prove.Case(model, batch, loss=...)
+IG734: a case's batch has too few rows to give every data rank its micro-batches
+  fix:      give the case at least {count} samples; rows without any valid label are welcome
+IG735: under a pipeline a case's model computes its own loss
+  expected: Case(model, batch): the model is called with a part of the batch and returns (mean loss, count)
 IG800: the schedule {name!r} cannot run
   expected: F, then B or I and W, once for each stage and micro-batch, in an order without a deadlock
 IG801: stage {stage} must pass on a tensor or a tuple of tensors
@@ -144,6 +190,13 @@ IG807: this split does not fit the model and the layout
 IG808: a model cut into stages cannot be called: its stages run in the order of a schedule
   seen:     a forward under {layout!r}
   expected: engine.train_step({batch}, micro_batches=k), or engine.evaluate
+IG857: ig.integrations.trainer takes a Trainer class of transformers, once
+  expected: Trainer, or a subclass such as SFTTrainer
+  fix:      Trainer = ig.integrations.trainer(Trainer), before a Trainer is made
+IG858: another Trainer has trained this model since, and holds its gradients now
+  seen:     a further train() of the first one
+  expected: one Trainer that trains a model at a time
+  fix:      make a new Trainer for the model
 IG860: {place} is no checkpoint of this integration
   expected: a folder that it has saved, under any layout; those of other programs are pickles
   fix:      start a new run from its weights, exported to safetensors
@@ -152,6 +205,12 @@ IG867: {name} has no optimizer's state of isograd beside it
   expected: a checkpoint that was saved with this strategy, with its folder
 IG868: this cannot be asked of DeepSpeed's loop and Ulysses on isograd's engine
   fix:      docs/integrations/deepspeed.md lists what the integration has
+IG869: the gradient is not finite, and no rank has stepped
+  expected: a finite norm, as error_if_nonfinite=True asks for
+  fix:      error_if_nonfinite=False leaves such a step out
+IG870: another rank has left the loop
+  expected: all ranks in one loop until its end
+  fix:      this rank is well: see that one's error
 IG900: {folder} holds no tokens
   expected: a folder with manifest.json, as isograd data build makes it
 IG901: {path} is not a manifest that this version reads
@@ -256,6 +315,9 @@ IG945: what was written is not what is read back: {path}
 IG946: the state after step {step} is not finite, and was not saved
   expected: finite parameters and optimizer state; the checkpoints before this one are as they were
   fix:      resume from the last checkpoint; if it happens again, lower the learning rate or clip gradients
+IG947: this model has no adapters
+  expected: a model of ig.hf.load(..., adapter=peft.LoraConfig())
+  fix:      ig.hf.export_hf and `isograd ckpt convert` write whole models
 IG950: {place} has no averages of the weights
   expected: a checkpoint of a run whose config has 'ema'
   fix:      leave --ema out, which writes the weights themselves
@@ -287,10 +349,21 @@ IG967: GradientCache does not support this chunk size or layout
 IG968: batch norm would normalise over one chunk instead of the batch: {names}
   expected: an encoder whose vectors do not depend on which rows share a chunk
   fix:      use layer, group or RMS norm, or put these modules into eval mode
+IG970: CachedInfoNCE does not support this value of {name!r}
 IG972: an encoder changed a tensor that its backward needs, or its inputs, in place
   expected: what autograd has saved to be as it was
   fix:      do not change inputs in place, nor activations after they were used; chunks are views of one tensor, and
             share its version
+IG984: copies of parameters are no longer equal in step {step}
+  expected: equal bytes on every rank of {axes!r}
+  fix:      a rank computed or stored something wrong: check its memory, and resume from a checkpoint before it;
+            'isograd verify' says whether the layout's gradients are right
+IG985: this run's folder holds checkpoints of an earlier run
+  expected: --resume auto to resume it, or another folder
+  fix:      --run FOLDER, or delete the folder
+IG989: the run's folder holds a config.yaml that no run has written; a run would overwrite it
+  expected: a folder of its own for a run, or a config.yaml that begins with {written!r}
+  fix:      --run FOLDER, or give that file another name
 IG990: no conversation to learn from
   expected: {{"messages": [{{"role": "user", "content": "..."}}, {{"role": "assistant", "content": "..."}}]}}, and
             perhaps "tools"; or {{"conversations": [{{"from": "human", "value": "..."}}, {{"from": "gpt", ...}}]}}

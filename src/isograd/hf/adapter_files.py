@@ -10,24 +10,24 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from isograd.checkpoint.agree import all_or_none, as_ours
+from isograd.checkpoint.agree import all_or_none
 from isograd.checkpoint.files import TensorEntry, in_order, write_tensors
 from isograd.checkpoint.gather import Gathered
-from isograd.checkpoint.manifest import Damage, describe_model
-from isograd.checkpoint.read import damaged, open_whole
+from isograd.checkpoint.manifest import describe_model
+from isograd.checkpoint.read import open_whole
 from isograd.engine import Engine, state
 from isograd.errors import CheckpointError
 from isograd.hf.export import (
     adapter_keys,
     damaged_if_unlike,
     draft_of,
+    drafted,
     give_name,
     is_dora,
     open_new,
@@ -57,14 +57,8 @@ def convert_adapters(place: Place, folder: str | Path) -> Path:
     named = _names(adapters)
     with damaged_if_unlike(place):
         ordered = _entries(named, reader.manifest.tensors)
-    with as_ours(f"writing {target}", ""):
-        open_new(target, None)
-        try:
-            _write(target, ordered, (reader.read(named[entry.name]) for entry in ordered), adapters)
-        except Damage as damage:
-            raise damaged(place, damage) from damage
-        finally:
-            shutil.rmtree(draft_of(target), ignore_errors=True)
+    with drafted(target, None, place):
+        _write(target, ordered, (reader.read(named[entry.name]) for entry in ordered), adapters)
     return target
 
 
@@ -72,13 +66,7 @@ def _described(found: Mapping[str, Any] | None, kind: str) -> Mapping[str, Any]:
     """What must be known of the adapters of a model."""
     adapters: Mapping[str, Any] | None = (found or {}).get("adapters")
     if adapters is None:
-        raise CheckpointError(
-            "IG947",
-            "this model has no adapters",
-            seen=kind,
-            expected="a model of ig.hf.load(..., adapter=peft.LoraConfig())",
-            fix="ig.hf.export_hf and `isograd ckpt convert` write whole models",
-        )
+        raise CheckpointError("IG947", seen=kind)
     return adapters
 
 

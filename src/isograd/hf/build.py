@@ -111,11 +111,12 @@ def cut_in_place(model: Any, loss: str, mesh: Mesh, logits: bool) -> None:
     place(model, loss, mesh, values, logits=logits)
 
 
-def empty(config: Any, dtype: torch.dtype, mesh: Mesh) -> tuple[Any, str]:
-    """The library's model for a config, with parameters on the meta device and buffers with values; and its loss."""
-    library, loss = library_of(config, mesh.describe_rank())
+def empty(config: Any, dtype: torch.dtype, mesh: Mesh, library: Any = None) -> tuple[Any, str]:
+    """The library's model for a config, with parameters on the meta device and buffers with values; and its loss.
+    library: a class of that config other than the one for language models."""
+    found, loss = library_of(config, mesh.describe_rank())
     with empty_parameters():
-        model = library._from_config(copy.deepcopy(config), dtype=dtype)
+        model = (library or found)._from_config(copy.deepcopy(config), dtype=dtype)
     return model.train(), loss
 
 

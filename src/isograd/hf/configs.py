@@ -80,13 +80,7 @@ def from_hf_config(config: Mapping[str, Any] | Any) -> TransformerConfig:
             fix="isograd train --model.code transformers; in a loop of your own, ig.hf.load",
         )
     if c.get("quantization_config"):
-        raise ConfigError(
-            "IG611",
-            f"this {kind} is quantised",
-            seen=f"quantization_config {c['quantization_config']}",
-            expected="weights in fp32, bf16 or fp16",
-            fix="take the weights it was quantised from, or dequantise them with transformers",
-        )
+        raise ConfigError("IG611", seen=f"quantization_config {c['quantization_config']}", kind=kind)
     return readers[kind](c)
 
 

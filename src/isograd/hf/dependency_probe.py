@@ -20,8 +20,8 @@ from torch.utils import _pytree as tree
 
 from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
-from isograd.hf.force_fp64 import ForceFP64
-from isograd.hf.losses import shard
+from isograd.hf.force_fp64 import ForceFP64, undisturbed
+from isograd.hf.losses import SCORE, shard
 from isograd.hf.small_config import VOCAB, small
 from isograd.hf.sub_configs import parts_of, text_of
 from isograd.hf.tp_plan import is_below, names_of_towers
@@ -51,13 +51,8 @@ def tiny_model(library: Any, config: Any) -> Iterator[Any]:
     tiny = small(config, 1)
     for part in (tiny, *parts_of(tiny).values()):
         part._experts_implementation = "eager"  # the class's own; grouped products of matrices have no fp64
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), ForceFP64():
-            yield library._from_config(copy.deepcopy(tiny), dtype=torch.float64).double().train()
-    finally:
-        torch.set_default_dtype(before)
+    with undisturbed(), ForceFP64():
+        yield library._from_config(copy.deepcopy(tiny), dtype=torch.float64).double().train()
 
 
 def list_of_layers(model: Any) -> str:
@@ -103,8 +98,12 @@ class _Look:
             handles.append(layer.register_forward_pre_hook(self._takes(number), with_kwargs=True))
             handles.append(layer.register_forward_hook(self._gives(number)))
         tokens = torch.arange(14).view(2, 7) % (VOCAB - 3) + 3
-        part = shard({"input_ids": tokens, "labels": tokens}, Mesh.unbound("1"), loss)
-        self._note("the loss", [self.model(**part.inputs).loss], AFTER, len(self.layers), -1)
+        if loss == SCORE:
+            result = self.model(input_ids=tokens, use_cache=False).logits
+        else:
+            part = shard({"input_ids": tokens, "labels": tokens}, Mesh.unbound("1"), loss)
+            result = self.model(**part.inputs).loss
+        self._note("the loss", [result], AFTER, len(self.layers), -1)
         form = self.forms[0] if self.forms else None
         if any(other != form for other in self.forms):
             self.found.crossing.append("layers return results of several forms")

@@ -142,17 +142,24 @@ def convert(
     saved = {key: TensorEntry(key, entry.dtype, entry.shape) for key, entry in stored.items()}
     with damaged_if_unlike(place):
         shards = plan(described, saved, max_shard_gb, dtype)
+    with drafted(target, tokenizer, place):
+        keys = keys_of(shards)
+        ours = repeated(keys, (reader.read(averages.get(key, key)) for key in dict.fromkeys(keys)))
+        write(target, shards, ours, described, tokenizer)
+    return target
+
+
+@contextmanager
+def drafted(target: Path, tokenizer: str | Path | None, place: Place) -> Iterator[None]:
+    """A folder is written in here, in one process, from what lies at `place`; no draft of it stays."""
     with as_ours(f"writing {target}", ""):
         open_new(target, tokenizer)
         try:
-            keys = keys_of(shards)
-            ours = repeated(keys, (reader.read(averages.get(key, key)) for key in dict.fromkeys(keys)))
-            write(target, shards, ours, described, tokenizer)
+            yield
         except Damage as damage:
             raise damaged(place, damage) from damage
         finally:
             shutil.rmtree(draft_of(target), ignore_errors=True)
-    return target
 
 
 def keys_of(shards: Sequence[Sequence[ExportedTensor]]) -> list[str]:

@@ -74,7 +74,7 @@ def _llama(config: TransformerConfig) -> Iterator[Rule]:
     yield Rule("norm.weight", "model.norm.weight")
     for i in range(config.layers):
         us, them = f"blocks.{i}.", f"model.layers.{i}."
-        sparse = config.experts is not None and config.experts.in_layer(i)
+        sparse = config.has_experts(i)
         yield Rule(f"{us}norm1.weight", f"{them}input_layernorm.weight")
         yield Rule(f"{us}norm2.weight", f"{them}post_attention_layernorm.weight")
         biases = {"q": config.qkv_bias, "k": config.qkv_bias, "v": config.qkv_bias, "out": config.out_bias}

@@ -5,7 +5,8 @@ Two correct runs then differ by 1e-15, and one lost summand shows. Nothing of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,18 @@ def in_fp64(run: Callable[..., T]) -> Callable[..., T]:
             return run(*args, **kwargs)
 
     return in_fp64
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """In here fp64 is the default dtype; the program's random numbers and its own default stay as they are."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def _fp64_for(value: Any) -> Any:

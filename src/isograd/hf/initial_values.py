@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from isograd.core import rng
-from isograd.core.contract import InitFn, set_init_fn
+from isograd.core.contract import set_init_fn
 from isograd.errors import ModelError
+from isograd.hf.families import NOT_WEIGHTS
 from isograd.hf.stored_weights import StoredWeights
 from isograd.io.safetensors_reader import Box, SafetensorsReader
 
-# Buffers that older files hold among their weights.
-NOT_WEIGHTS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias")
 # (name of a parameter, box, device) -> its values there
 Source = Callable[[str, Sequence[tuple[int, int]], torch.device], Tensor]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -144,11 +143,7 @@ class Present:
 def give_starts(model: nn.Module, source: Source) -> None:
     """Attach to each parameter the function that makes any box of it: the Engine calls it for this rank's rows."""
     for name, parameter in model.named_parameters():
-        set_init_fn(parameter, _start(source, name, parameter.dtype))
-
-
-def _start(source: Source, name: str, dtype: torch.dtype) -> InitFn:
-    return partial(_values, source, name, dtype)
+        set_init_fn(parameter, partial(_values, source, name, parameter.dtype))
 
 
 def _values(

@@ -23,7 +23,7 @@ from isograd.errors import ModelError, headline
 from isograd.hf import proof
 from isograd.hf.build import build, cut_in_place, empty
 from isograd.hf.context_parallel import attach_attention
-from isograd.hf.losses import library_of
+from isograd.hf.losses import library_of_model
 from isograd.hf.quantized import refuse_bits
 from isograd.hf.stages import refuse_shared_keys
 from isograd.io.no_follow import not_there
@@ -81,10 +81,11 @@ def attach(model: Model, mesh: Mesh, *, prove: bool = True, logits: bool = False
         attach_attention(model, mesh, model)
         return model
     config: Any = getattr(model, "config", None)
-    library, loss = library_of(config, mesh.describe_rank()) if hasattr(config, "model_type") else (None, "")
+    library, loss = library_of_model(model, mesh.describe_rank()) if hasattr(config, "model_type") else (None, "")
     other = type(model) is not library or bool(cut)
     if not other:
-        alike = [{n: p.shape for n, p in m.named_parameters()} for m in (model, empty(config, torch.float32, mesh)[0])]
+        made, _ = empty(config, torch.float32, mesh, library)
+        alike = [{n: p.shape for n, p in m.named_parameters()} for m in (model, made)]
         other = alike[0] != alike[1]
     if other:
         raise ModelError(

@@ -4,6 +4,7 @@
     causal    those of input_ids, one place to the left     labels that count, after that shift
     masked    at their own places                           labels that count
     seq2seq   a second sequence, which a decoder predicts   labels that count
+    score     nothing: a row has a score                    the caller's
 
 A model of images and text has the causal loss, and is trained here on text alone.
 """
@@ -26,7 +27,7 @@ from isograd.sequence.attend import token_layout_for
 from isograd.sequence.same_sequences import gather_whole
 from isograd.sequence.token_layout import TokenLayout, document_starts
 
-CAUSAL, MASKED, SEQ2SEQ = "causal", "masked", "seq2seq"
+CAUSAL, MASKED, SEQ2SEQ, SCORE = "causal", "masked", "seq2seq", "score"
 IGNORE = -100  # the label that does not count, as transformers has it
 KEYS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")  # of a causal batch
 # What a batch of the other losses may hold beside input_ids and labels.
@@ -51,6 +52,17 @@ def library_of(config: Any, where: str) -> tuple[Any, str]:
             where=where,
         )
     return (named or found)[0]
+
+
+def library_of_model(model: Any, where: str) -> tuple[Any, str]:
+    """The same of a model that is built: a decoder may have a score in the place of its head."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as SCORES
+
+    library, loss = library_of(model.config, where)
+    scored: Any = SCORES.get(type(model.config), None)
+    if loss == CAUSAL and type(model) is scored:
+        return type(model), SCORE
+    return library, loss
 
 
 def _classes(config: Any) -> list[tuple[Any, str]]:

@@ -113,9 +113,8 @@ def _tokens_meet_in_attention_only(model: Any, name: str) -> None:
             name=name,
         )
     if loss is not None and not bool(loss.isnan()):
-        raise _wrong_loss(
-            name, "its loss did not use `shift_labels` as they are: the one label given met another token's output"
-        )
+        seen = "its loss did not use `shift_labels` as they are: the one label given met another token's output"
+        raise ModelError("IG447", seen=seen, name=name)
 
 
 def _positions_are_told(model: Any, name: str) -> None:
@@ -133,17 +132,7 @@ def _positions_are_told(model: Any, name: str) -> None:
             expected="positions taken from position_ids: a rank holds tokens from the middle of a sequence",
         )
     if loss is not None and float(loss) != 0:
-        raise _wrong_loss(name, f"without any label its loss is {float(loss)}")
-
-
-def _wrong_loss(name: str, seen: str) -> ModelError:
-    return ModelError(
-        "IG447",
-        f"the loss of {name} is not the sum over shift_labels divided by num_items_in_batch",
-        seen=seen,
-        expected="transformers' ForCausalLMLoss, and no term that is a mean over this rank's tokens",
-        fix="output_router_logits=False; or model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss",
-    )
+        raise ModelError("IG447", seen=f"without any label its loss is {float(loss)}", name=name)
 
 
 def _refuse_growing_positions(model: Any, name: str) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ from isograd.engine import Engine
 from isograd.errors import IsogradError, ModelError, headline
 from isograd.hf.adapters import smaller
 from isograd.hf.build import build
-from isograd.hf.force_fp64 import ForceFP64, in_fp64
+from isograd.hf.force_fp64 import ForceFP64, in_fp64, undisturbed
 from isograd.hf.losses import IGNORE, MASKED, SEQ2SEQ, BatchPart, library_of, mean_of_labels, shard
 from isograd.hf.small_config import VOCAB, small
 from isograd.hf.stages import refuse_shared_keys
@@ -94,7 +93,7 @@ def compare(config: Any, mesh: Mesh, adapter: Any = None, base_bits: int | None 
         part._experts_implementation = "eager"  # the class's own; grouped products of matrices have no fp64
     _, loss = library_of(config, mesh.describe_rank())
     built = partial(_built, tiny, adapter=smaller(adapter), base_bits=base_bits)
-    with _undisturbed():
+    with undisturbed():
         model = _tried("cannot be cut", lambda: built(mesh), mesh)
         held = share_held(model, mesh)
         truth = _tried("does not run on one device", lambda: _one_device(built, mesh, loss), mesh)
@@ -129,14 +128,14 @@ def _error(found: Tensor | None, true: Tensor | None, floor: float) -> float:
     return float((found - true).norm()) / max(float(true.norm()), floor)
 
 
-def _batch(data_rank: int, number: int, loss: str) -> dict[str, Tensor]:
+def _batch(data_rank: int, number: int, loss: str, device: torch.device) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 * data_rank + number)
     tokens = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)
     labels = torch.randint(3, VOCAB, (ROWS, LENGTH - 2), generator=generator) if loss == SEQ2SEQ else tokens.clone()
     labels[0, : 2 + (3 * data_rank + 2 * number) % 7] = IGNORE
     if loss == MASKED:
         labels[1, ::2] = IGNORE
-    return {"input_ids": tokens, "labels": labels}
+    return {"input_ids": tokens.to(device), "labels": labels.to(device)}
 
 
 def _built(config: Any, mesh: Mesh, adapter: Any, base_bits: int | None) -> Any:
@@ -149,7 +148,7 @@ def _one_device(built: Callable[[Mesh], Any], mesh: Mesh, loss: str) -> dict[str
     alone = Mesh.unbound("1")
     alone.device = mesh.device
     model = built(alone)
-    batches = [_batch(rank, n, loss) for rank in range(mesh.size("dp")) for n in range(MICROS)]
+    batches = [_batch(rank, n, loss, mesh.device) for rank in range(mesh.size("dp")) for n in range(MICROS)]
     parts = [shard(batch, alone, loss) for batch in batches]
     total = sum(int(part.weight) for part in parts)
     before = torch.random.get_rng_state()
@@ -194,7 +193,7 @@ def _refuse_other_mean(model: Any, batch: dict[str, Tensor], part: BatchPart, lo
 
 def _under_layout(model: Any, mesh: Mesh, loss: str) -> dict[str, Tensor]:
     engine = Engine(model, mesh, lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-    batches = [_batch(mesh.index("dp"), number, loss) for number in range(MICROS)]
+    batches = [_batch(mesh.index("dp"), number, loss, mesh.device) for number in range(MICROS)]
     if engine.pipeline is not None:
         engine.pipeline.chunks = {stage: in_fp64(chunk) for stage, chunk in engine.pipeline.chunks.items()}
         engine.accumulate(batches)
@@ -227,15 +226,3 @@ def _tried(what: str, do: Any, mesh: Mesh, steps: bool = False) -> Any:
         raise
     except Exception as error:
         raise spelled(error) from error
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """The program's random numbers and default dtype stay as they are."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)

@@ -44,13 +44,19 @@ def cut_into_stages(model: Any, mesh: Mesh, survey: Dependencies, loss: str) -> 
     parts = ranges(balanced(costs, stages, last=last, ranks=mesh.layout.pp), stages, len(layers))
     _declare_ties(model, mesh, survey, parts)
     flow = _Flow(mesh, survey.layers, parts, survey.output, loss)
+    own = {number for part in parts[mesh.index("pp") :: mesh.layout.pp] for number in part}
     for number, layer in enumerate(layers):
-        if number not in flow.own_layers:
+        if number not in own:
             layers[number] = _Elsewhere(layer, flow)
+    put_in_front(model, _Staged)
+    model._isograd_flow = flow
+
+
+def put_in_front(model: Any, kind: type[nn.Module]) -> None:
+    """Put `kind` in front of the library's class of a model. Its name stays, which exports write."""
     library = type(model)
     names = {"__module__": library.__module__, "__qualname__": library.__qualname__}
-    model.__class__ = type(library.__name__, (_Staged, library), names)
-    model._isograd_flow = flow
+    model.__class__ = type(library.__name__, (kind, library), names)
 
 
 def refuse_crossing(name: str, crossing: list[str], mesh: Mesh) -> None:
@@ -86,6 +92,8 @@ class _Staged(nn.Module):
     def refuse_micro(self, micro: Any) -> None:
         """Raise for a micro-batch that some stage could not run, before any stage of the step runs."""
         flow = self._isograd_flow
+        if flow.loss_of is not None:
+            return
         if isinstance(micro, Mapping) and any(micro.get(name) is not None for name in ("labels", "shift_labels")):
             shard(micro, flow.mesh, flow.loss)
             return
@@ -103,9 +111,11 @@ class _Staged(nn.Module):
         if stage is None or args:
             batch, layout = "{'input_ids': ..., 'labels': ...}", str(flow.mesh.layout)
             raise PipelineError("IG808", where=flow.mesh.describe_rank(), layout=layout, batch=batch)
-        part = shard(micro, flow.mesh, flow.loss)
         with flow.through(self, stage, passed):
             try:
+                if flow.loss_of is not None:
+                    return flow.loss_of(super().forward, micro)
+                part = shard(micro, flow.mesh, flow.loss)
                 return super().forward(**part.inputs).loss, part.weight
             except _Ended as end:
                 return end.outputs
@@ -121,12 +131,8 @@ class _Flow:
     output: Any  # the form of a layer's output and its leaves, the class Tensor in the place of each tensor
     loss: str
     arrived: Any = None
-
-    @property
-    def own_layers(self) -> set[int]:
-        """The layers of this rank's stages."""
-        place, pp = self.mesh.index("pp"), self.mesh.layout.pp
-        return {number for part in self.parts[place::pp] for number in part}
+    # In the place of the library's loss: (its forward, micro-batch) -> (loss, weight). All stages call it.
+    loss_of: Callable[[Callable[..., Any], Mapping[str, Any]], tuple[Any, Any]] | None = None
 
     @contextmanager
     def through(self, model: nn.Module, stage: int, passed: Any) -> Iterator[None]:

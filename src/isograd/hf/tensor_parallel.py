@@ -361,17 +361,20 @@ def _sizes(shard: Shard) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in shard.ranges)
 
 
+def dropouts(module: nn.Module) -> dict[str, float]:
+    """The rates of a module's own dropout, or of its attention's, by the names of their attributes."""
+    of_dropout = "Dropout" in type(module).__name__
+    rates = {name: value for name, value in vars(module).items() if isinstance(value, float) and value > 0}
+    return {name: rate for name, rate in rates.items() if "dropout" in name or (name == "p" and of_dropout)}
+
+
 def _refuse_dropout(model: nn.Module, mesh: Mesh) -> None:
     """Ranks of a tp group would draw different masks for the same features, and equal ones for different heads."""
     towers = names_of_towers(model)
     found = [
-        f"{name or type(module).__name__}.{attribute}={value}"
+        f"{name or type(module).__name__}.{attribute}={rate}"
         for name, module in model.named_modules()
-        if not is_below(name, towers)
-        for attribute, value in vars(module).items()
-        if isinstance(value, float)
-        and value > 0
-        and ("dropout" in attribute or (attribute == "p" and "Dropout" in type(module).__name__))
+        for attribute, rate in (dropouts(module) if not is_below(name, towers) else {}).items()
     ]
     if found:
         raise ModelError(

@@ -23,6 +23,8 @@ from isograd.errors import ModelError, headline
 from isograd.hf.dependency_probe import tiny_model
 from isograd.hf.force_fp64 import ForceFP64
 from isograd.hf.losses import CAUSAL, library_of, shard
+from isograd.hf.stages import put_in_front
+from isograd.hf.tensor_parallel import dropouts
 from isograd.sequence import document_starts
 
 SAME = 1e-9  # of logits in fp64, relative to the largest
@@ -62,11 +64,9 @@ class TrainingRows(nn.Module):
 
 
 def takes_rows(model: Any, mesh: Mesh, kind: type[nn.Module] = TrainingRows) -> None:
-    """Put `kind` in front of the class of a model of `ig.hf.load`. Its name stays, which exports write."""
-    library = type(model)
-    names = {"__module__": library.__module__, "__qualname__": library.__qualname__}
-    model.__class__ = type(library.__name__, (kind, library), names)
-    model._isograd_mesh, model._isograd_draws = mesh, _draws(model)
+    """Put `kind` in front of the class of a model of `ig.hf.load`."""
+    put_in_front(model, kind)
+    model._isograd_mesh, model._isograd_draws = mesh, any(map(dropouts, model.modules()))
 
 
 def library_rows(tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> dict[str, Tensor]:
@@ -121,16 +121,6 @@ def running(model: Any, key: Key | None, samples: Tensor | None) -> Iterator[Non
         yield
 
 
-def _draws(model: Any) -> bool:
-    """Whether a module of the model has dropout: its own, or that of its attention."""
-    return any(
-        isinstance(value, float) and value > 0
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if "dropout" in name or (name == "p" and "Dropout" in type(module).__name__)
-    )
-
-
 def refuse_other_losses(config: Any, mesh: Mesh) -> None:
     """Rows are for models that predict the next token."""
     library, loss = library_of(config, mesh.describe_rank())
@@ -165,12 +155,4 @@ def refuse_packing(config: Any, mesh: Mesh) -> None:
     except Exception as error:
         difference, seen = 1.0, headline(error)
     if not difference <= SAME:
-        raise ModelError(
-            "IG477",
-            f"{library.__name__} does not keep apart the documents of a row",
-            seen=seen,
-            expected="the logits that each document has by itself, from positions that begin again",
-            fix="--data.packing stream, where texts may see each other; or --model.code isograd for a family that it "
-            "knows",
-            where=mesh.describe_rank(),
-        )
+        raise ModelError("IG477", seen=seen, name=library.__name__, where=mesh.describe_rank())

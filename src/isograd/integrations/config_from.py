@@ -50,7 +50,7 @@ TELLING = {
 def main(words: list[str], kind: type[argparse.ArgumentParser], check: Callable[[dict[str, Any], str], object]) -> int:
     """`isograd config from`; the exit code. check: refuses what is no config of a run."""
     parser = kind(
-        prog="isograd config from", allow_abbrev=False,
+        prog="isograd config from",
         description="Write a run's config from that of another program, and say of every key what became of it.",
     )  # fmt: skip
     parser.add_argument("source", help="JSON, YAML, or arguments in a shell script")

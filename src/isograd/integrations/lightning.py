@@ -46,6 +46,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     strategy_name = NAME
     optimizers: list[Any]
+    model: Any
 
     def __init__(self, layout: str | None = None, *, elementwise: bool = False, **kwargs: Any) -> None:
         """layout: "dp4 zero3" and the like; left out, dp over all ranks. kwargs: those of Lightning's DDPStrategy that
@@ -135,10 +136,16 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
             self._loop.fail(exception)
 
     def teardown(self) -> None:
-        """Lightning's, when the fit is over."""
+        """Lightning's, when the fit is over; what an engine holds stays on its device, as FSDP's does."""
         if self._loop is not None:
             self._loop.end()
-        super().teardown()
+        if self.engine is None:
+            super().teardown()
+            return
+        if self._layer_sync:
+            self.model = self._layer_sync.revert(self.model)
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
 
     # -- a batch
 

@@ -1,15 +1,17 @@
-"""Losses of TRL where ranks share their rows: every rank of a cp or tp group has the log probabilities of whole rows.
+"""Losses of TRL where ranks share their rows or their model: each has the log probabilities of whole rows.
 
 TRL gives a model a forward that makes the log probability of each label by the head's weight, and computes any loss of
 them. Under cp that forward gets this rank's part of the rows, and what it returns is gathered; under tp it gets the
 head's whole weight. Then all ranks of a group compute the same loss, by TRL's own code: under cp it enters the step
-once per rank, each time with the same weight; under tp once.
+once per rank, each time with the same weight; under tp once. Under pp every stage calls TRL's code, which ends in the
+forward of all stages but the last; the reference's log probabilities of a step are made before, by its own stages.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -17,38 +19,102 @@ from typing import Any
 from torch import Tensor
 
 from isograd.comm import ops
+from isograd.comm.consensus import all_gather_object
 from isograd.core.contract import contract_of
 from isograd.core.mesh import Mesh
 from isograd.hf import attach, shard
 from isograd.hf.losses import KEYS
 from isograd.integrations.shared_rows import cut_whole_model
+from isograd.pipeline.run import Pipeline
 
-TRAINERS = ("SFTTrainer", "DPOTrainer")  # their losses are of log probabilities alone
+OF_LOG_PROBS, OF_SCORES = ("SFTTrainer", "DPOTrainer"), ("RewardTrainer",)  # what their losses are made of
 OTHER_KEYS = ("use_cache", "fused_lm_head", "output_router_logits")  # of a forward, beside those of a batch
 
 
-def has_loss_of_log_probs(kind: type) -> bool:
-    """Whether the loss of a Trainer class is one of TRL's that is computed from log probabilities."""
+def has_shared_loss(kind: type, mesh: Mesh) -> bool:
+    """Whether the loss of a Trainer class is one of TRL's that all ranks which share rows compute. A score is that of a
+    row's last token, which under cp one of them has."""
     others = (one for one in kind.__mro__ if not one.__module__.startswith("isograd."))
     loss = next((one for one in others if "compute_loss" in vars(one)), object)
-    return loss.__module__.startswith("trl.trainer.") and loss.__name__ in TRAINERS
+    known = OF_LOG_PROBS + (OF_SCORES if mesh.size("cp") == 1 else ())
+    return loss.__module__.startswith("trl.trainer.") and loss.__name__ in known
 
 
-def share_log_probs(trainer: Any, mesh: Mesh) -> None:
-    """The model of one of TRL's Trainers, which is cut, and its reference, which is cut here as well."""
-    trainer._tp_size = mesh.size("cp") * mesh.size("tp")  # TRL divides counts of tokens by it
-    _give_forward(trainer.model, mesh)
-    reference = getattr(trainer, "ref_model", None)
-    if reference is not None:
-        cut_whole_model(reference, mesh, prove=False)
-        if mesh.size("cp") > 1:
-            attach(reference, mesh)
-        _give_forward(reference, mesh)
+class SharedLoss:
+    """TRL's loss in one of its Trainers, whose model is cut; its reference is cut here as well."""
+
+    def __init__(self, trainer: Any, mesh: Mesh) -> None:
+        self.trainer, self.mesh = trainer, mesh
+        self._copies = mesh.size("cp") * mesh.size("tp")  # of a row, in stages
+        trainer._tp_size = self._copies if mesh.size("pp") == 1 else 1  # TRL divides counts of tokens by it
+        self._references: Pipeline | None = None
+        _give_forward(trainer.model, mesh)
+        reference = getattr(trainer, "ref_model", None)
+        if reference is not None:
+            cut_whole_model(reference, mesh, prove=False)
+            if mesh.size("cp") > 1 and not hasattr(reference, "_isograd_attached"):  # under pp it is
+                attach(reference, mesh)
+            _give_forward(reference, mesh)
+        if mesh.size("pp") > 1:
+            _in_stages(trainer.model, self._loss)
+            if reference is not None:
+                _in_stages(reference, trainer.compute_ref_log_probs)
+                self._references = Pipeline(reference, reference.chunks, mesh)
+
+    def _loss(self, model: Any, micro: Mapping[str, Any]) -> tuple[Tensor, float | Tensor]:
+        """Of a micro-batch, by TRL's code; its weight."""
+        trainer, inputs = self.trainer, dict(micro)
+        known = inputs.pop("references", None)  # of the last stage
+        if known is not None:
+            inputs["ref_chosen_logps"], inputs["ref_rejected_logps"] = known.pair
+        weight = trainer.loss_weight(inputs)
+        before = getattr(trainer, "precompute_ref_logps", False)
+        trainer.precompute_ref_logps = self._references is not None
+        try:
+            with trainer.compute_loss_context_manager():
+                return trainer.compute_loss(model, inputs, num_items_in_batch=weight), weight
+        finally:
+            trainer.precompute_ref_logps = before
+
+    @contextmanager
+    def of_stages(self, micros: list[Any]) -> Iterator[list[Any]]:
+        """Micro-batches for a pipeline, which runs in here: with the reference's log probabilities on the last stage.
+        TRL's metrics, which that stage has alone, are afterwards on all ranks: the means over data ranks."""
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        if self._references is not None:
+            pairs = self._references.evaluate(micros)
+            if pairs:  # in no tensor of the micro-batch, which all stages have alike
+                micros = [
+                    dict(micro) | {"references": SimpleNamespace(pair=pair)}
+                    for micro, pair in zip(micros, pairs, strict=True)
+                ]
+        metrics, mode = trainer._metrics, "train" if trainer.model.training else "eval"
+        before, tokens = metrics[mode], trainer._total_train_tokens
+        metrics[mode] = defaultdict(list)
+        accelerator.gather = accelerator.gather_for_metrics = lambda value: value  # no stage waits for another one
+        try:
+            yield micros
+        finally:
+            del accelerator.gather, accelerator.gather_for_metrics
+            found, metrics[mode] = metrics[mode], before
+        told = all_gather_object((dict(found), trainer._total_train_tokens - tokens), self.mesh)
+        trainer._total_train_tokens = tokens + sum(new for _, new in told) // self._copies
+        for name in {name for said, _ in told for name in said}:
+            before[name] += [value for said, _ in told for value in said.get(name, ())]
+        before["num_tokens"] = [trainer._total_train_tokens]
+
+
+def _in_stages(model: Any, loss_of: Callable[..., Any]) -> None:
+    """TRL's loss of a model in stages, in the place of the library's own."""
+    given = vars(model).pop("forward", None)  # by TRL; the stages' own is the class's
+    model._isograd_flow.loss_of = lambda library, micro: loss_of(given or library, micro)
 
 
 def _give_forward(model: Any, mesh: Mesh) -> None:
     model = model.get_base_model() if hasattr(model, "peft_config") else model
     given = model.forward
+    if "forward" not in vars(model):  # TRL has given it none: a score has no head of the vocabulary's size
+        return
 
     @functools.wraps(type(model).forward)  # `generate` reads its signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:

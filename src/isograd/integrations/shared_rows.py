@@ -162,7 +162,7 @@ def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, A
     """What a Trainer refuses under cp, tp and pp, and whether it is so: what shifts labels again, and more."""
     args, mesh = trainer.args, trainer.mesh
     loss = next((kind for kind in classes if "compute_loss" in vars(kind)), object)
-    own = not loss.__module__.startswith("transformers.") and not trainer.shares_log_probs
+    own = not loss.__module__.startswith("transformers.") and not trainer.shares_loss
     found = {
         "model_init: give the model": trainer.model_init,
         "compute_loss_func: set model.loss_function, which gets shift_labels": trainer.compute_loss_func,
@@ -173,8 +173,9 @@ def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, A
         "precompute_ref_log_probs: set it to False": getattr(args, "precompute_ref_log_probs", False),
     }
     if mesh.size("pp") > 1:
-        routed = bool(getattr(trainer.model.config, "output_router_logits", False))
-        found |= {"a balance loss of experts: set output_router_logits to False in the model's config": routed}
+        routed = getattr(trainer.model.config, "output_router_logits", False)
+        wrong = "a balance loss of experts: set output_router_logits to False in the model's config, TRL's "
+        found |= {f"{wrong}router_aux_loss_coef to 0": routed or getattr(trainer, "aux_loss_enabled", False)}
     axis = next(axis for axis in ("cp", "tp", "pp") if mesh.size(axis) > 1)
     return {f"{axis} with {what}": is_set for what, is_set in found.items()}
 

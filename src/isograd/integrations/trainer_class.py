@@ -21,13 +21,7 @@ def trainer(kind: type[T], layout: str | None = None) -> type[T]:
     line comes first; it is taken out of sys.argv here, before the script reads its own options.
     """
     if not (isinstance(kind, type) and issubclass(kind, Trainer)) or issubclass(kind, EngineTrainerMixin):
-        raise IntegrationError(
-            "IG857",
-            "ig.integrations.trainer takes a Trainer class of transformers, once",
-            seen=kind,
-            expected="Trainer, or a subclass such as SFTTrainer",
-            fix="Trainer = ig.integrations.trainer(Trainer), before a Trainer is made",
-        )
+        raise IntegrationError("IG857", seen=kind)
     names = {"isograd_layout": layout_option(layout), "__module__": kind.__module__, "__doc__": kind.__doc__}
     integration = EngineGRPOTrainerMixin if has_grpo_loss(kind) else EngineTrainerMixin
     made: type[T] = type(kind.__name__, (integration, kind), names)

@@ -21,7 +21,7 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from isograd.errors import EngineError, IntegrationError
 from isograd.hf import attach, shard
 from isograd.hf.export import export_hf
 from isograd.hf.losses import KEYS
-from isograd.integrations.log_probs import has_loss_of_log_probs, share_log_probs
+from isograd.integrations.log_probs import SharedLoss, has_shared_loss
 from isograd.integrations.optimizer import EngineOptimizer, on_shards
 from isograd.integrations.shared_rows import (
     cut_whole_model,
@@ -90,8 +90,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             self.accelerator.prepare_data_loader = self._prepare_data_loader
         if self.mesh.size("cp") > 1 and not hasattr(self.model, "_isograd_attached"):  # ig.hf.load has attached its own
             attach(self.model, self.mesh)
-        if self.shares_log_probs:
-            share_log_probs(self, self.mesh)
+        self._shared_loss = SharedLoss(self, self.mesh) if self.shares_loss else None
         self._micros: list[Any] = []  # of the step under way
         self._waiting: list[Any] = []  # those of them that a pipeline has not run yet
         self._weight: float | Tensor = 0.0  # of the micro-batch under way
@@ -112,9 +111,9 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         return self.mesh.size("cp") * self.mesh.size("tp") * self.mesh.size("pp") > 1
 
     @property
-    def shares_log_probs(self) -> bool:
-        """Whether the ranks that share rows all compute TRL's loss of whole ones."""
-        return self._shares_rows and self.mesh.size("pp") == 1 and has_loss_of_log_probs(type(self))
+    def shares_loss(self) -> bool:
+        """Whether the ranks that share rows, or a model, all compute TRL's loss of whole rows."""
+        return (self._shares_rows or cuts_model(self.mesh)) and has_shared_loss(type(self), self.mesh)
 
     @property
     def engine(self) -> Engine:
@@ -239,14 +238,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
 
     def _refuse_taken_over(self) -> None:
         if getattr(self.model, "_isograd_trained_by", None) != id(self.engine):
-            raise IntegrationError(
-                "IG858",
-                "another Trainer has trained this model since, and holds its gradients now",
-                seen="a further train() of the first one",
-                expected="one Trainer that trains a model at a time",
-                fix="make a new Trainer for the model",
-                where=self.mesh.describe_rank(),
-            )
+            raise IntegrationError("IG858", where=self.mesh.describe_rank())
 
     # -- sequences that are cut
 
@@ -275,11 +267,13 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any) -> Any:
         """The Trainer's. Of cut sequences: the loss is the mean over the labels of all parts, and logits are of all."""
-        if not self._shares_rows or self.shares_log_probs:
+        pipelined = self.mesh.size("pp") > 1
+        if not self._shares_rows or (self.shares_loss and not pipelined):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         inputs = self._prepare_inputs(inputs)
-        if self.mesh.size("pp") > 1:
-            return torch.tensor(self.engine.evaluate([inputs]).loss, device=self.args.device), None, None
+        if pipelined:
+            with self._run_of_stages([inputs]) as micros:
+                return torch.tensor(self.engine.evaluate(micros).loss, device=self.args.device), None, None
         with self.compute_loss_context_manager():
             loss, logits = evaluated(model, inputs, self.mesh, logits=not prediction_loss_only)
         return loss, logits, None if prediction_loss_only else inputs.get("labels")
@@ -310,7 +304,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             return self._training_step_of_stages(inputs)
         self._router_losses = []
         self._routed_tokens = routed_in(inputs) if isinstance(inputs, Mapping) else 0
-        logs = self.shares_log_probs
+        logs = self.shares_loss
         cuts = self._shares_rows and not logs
         if cuts:
             part = shard(self._prepare_inputs(inputs), self.mesh)
@@ -338,9 +332,14 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         self.model.train()
         self._waiting.append(self._prepare_inputs(inputs))
         if self.accelerator.sync_gradients:
-            micros, self._waiting = self._waiting, []
-            self.engine.accumulate(micros)
+            waiting, self._waiting = self._waiting, []
+            with self._run_of_stages(waiting) as micros:
+                self.engine.accumulate(micros)
         return torch.zeros((), device=self.args.device)
+
+    def _run_of_stages(self, micros: list[Any]) -> AbstractContextManager[list[Any]]:
+        """What goes through the stages in here."""
+        return nullcontext(micros) if self._shared_loss is None else self._shared_loss.of_stages(micros)
 
     def _report_failure(self, error: Exception) -> None:
         """Tell the other ranks, which wait at their step, that this one failed. (A loss that communicates may have them

@@ -246,14 +246,7 @@ def failed_rank_error(error: BaseException, mesh: Mesh) -> IntegrationError | No
         said = said or (f"rank {rank}: {note}" if note else "")
     if elsewhere and not said:
         return None
-    return IntegrationError(
-        "IG870",
-        "another rank has left the loop",
-        seen=said or "no word of the rank that ended",
-        expected="all ranks in one loop until its end",
-        fix="this rank is well: see that one's error",
-        where=mesh.describe_rank(),
-    )
+    return IntegrationError("IG870", seen=said or "no word of the rank that ended", where=mesh.describe_rank())
 
 
 def _of_connection(error: BaseException) -> bool:

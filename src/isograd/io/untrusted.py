@@ -87,10 +87,6 @@ def typed(kind: type[T], raw: bytes | str, path: str | Place, *, parsed: bool = 
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "the whole file"
         raise FileError(
-            "IG663",
-            f"{path} does not hold what it should",
-            seen=f"{place[:200]}: {first['msg']}, not {repr(first['input'])[:80]}",
-            expected="the fields of its format, each of its type",
-            fix=COPY,
+            "IG663", seen=f"{place[:200]}: {first['msg']}, not {repr(first['input'])[:80]}", fix=COPY, path=path
         ) from error
     return found

@@ -6,9 +6,11 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from isograd.errors import ConfigError, did_you_mean
+from isograd.nn.attention import AttentionConfig
 from isograd.nn.rotary import RotaryScaling
 from isograd.nn.routing import ExpertOptions
 from isograd.pipeline.split import balanced
@@ -24,18 +26,13 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
-    """Every option of the decoder. Values that contradict each other are refused, all at once."""
+class TransformerConfig(AttentionConfig):
+    """Every option of the decoder, those of its attention included. Values that contradict each other are refused."""
 
     vocab: int
-    hidden: int
     layers: int
-    heads: int
     mlp: int  # inner features, in layers without experts
-    kv_heads: int | None = None  # None: as many as heads
-    head_dim: int | None = None  # None: hidden / heads
     norm: str = "rms"  # "rms" | "layer"
-    norm_eps: float = 1e-6
     activation: str = "silu"  # "silu" | "gelu" | "gelu_tanh" | "relu"
     gated: bool = True
     positions: str = "rotary"  # "rotary" | "learned"
@@ -43,19 +40,14 @@ class TransformerConfig:
     rope_scaling: RotaryScaling | None = None
     rotary_fraction: float = 1.0  # of a head's features that turn
     max_positions: int = 2048
-    qkv_bias: bool = False
-    out_bias: bool = False
     mlp_bias: bool = False
     parallel_residual: bool = False
-    qk_norm: bool = False  # of each head
     tied: bool = False
     score: bool = False  # the head gives one number for each token in place of logits: a reward model
     pad_token: int | None = None  # a token whose lookup gives the embedding no gradient
     sliding_window: int | None = None  # how many tokens each sees, itself included
     full_layers: tuple[int, ...] = ()  # layers without the window, counted from 0
     dropout: float = 0.0
-    attention_dropout: float = 0.0
-    init_std: float = 0.02
     experts: ExpertOptions | None = None  # in place of the feed-forward layer; None: in no layer
 
     def __post_init__(self) -> None:
@@ -94,7 +86,7 @@ class TransformerConfig:
         problems += [
             f"{n} must be in [0, 1)" for n in ("dropout", "attention_dropout") if not 0 <= getattr(self, n) < 1
         ]
-        if self.experts is not None and not any(self.experts.in_layer(n) for n in range(min(self.layers, MOST_LAYERS))):
+        if self.experts is not None and not any(map(self.has_experts, range(min(self.layers, MOST_LAYERS)))):
             problems.append(
                 f"no layer has experts: every {self.experts.every} after the first {self.experts.dense_first} of "
                 f"{self.layers} layers"
@@ -129,6 +121,16 @@ class TransformerConfig:
     def window_of(self, layer: int) -> int | None:
         """How many tokens a token sees in this layer; None: all before it."""
         return None if layer in self.full_layers else self.sliding_window
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward part of this layer is made of experts."""
+        return self.experts is not None and self.experts.in_layer(layer)
+
+    def width_per_token(self, layer: int) -> int:
+        """Inner features of this layer's feed-forward part that one token uses."""
+        if self.experts is None or not self.experts.in_layer(layer):
+            return self.mlp
+        return self.experts.per_token * self.experts.width + self.experts.shared
 
     def with_layers(self, layers: int) -> TransformerConfig:
         """The same with this many layers, which keep a layer of each kind where they are enough."""
@@ -215,13 +217,12 @@ def preset(name: str) -> TransformerConfig:
     return TransformerConfig(**PRESETS[name])
 
 
-def split_by_cost(config: TransformerConfig, stages: int, ranks: int) -> tuple[int, ...]:
-    """A split by the cost of matrix products in blocks and head; looking up an embedding costs almost nothing."""
+@lru_cache(maxsize=4096)
+def split_by_cost(config: TransformerConfig, stages: int, ranks: int, even: bool = False) -> tuple[int, ...]:
+    """A split by the cost of matrix products in blocks and head; looking up an embedding costs almost nothing. `even`:
+    the head, too, counts for nothing."""
     head_dim, kv_heads = config.head_dim or config.hidden // config.heads, config.kv_heads or config.heads
     attention = config.hidden * head_dim * 2 * (config.heads + kv_heads)
-    experts, costs = config.experts, []
-    for number in range(config.layers):
-        sparse = experts is not None and experts.in_layer(number)
-        inner = experts.per_token * experts.width + experts.shared if experts is not None and sparse else config.mlp
-        costs.append(float(attention + config.hidden * inner * (3 if config.gated else 2)))
-    return balanced(costs, stages, last=float(config.hidden * config.vocab), ranks=ranks)
+    inner = [config.width_per_token(number) for number in range(config.layers)]
+    costs = [float(attention + config.hidden * n * (3 if config.gated else 2)) for n in inner]
+    return balanced(costs, stages, last=0.0 if even else float(config.hidden * config.vocab), ranks=ranks)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ from isograd.nn import (
     VocabEmbedding,
 )
 from isograd.nn.loss import CHUNK, IGNORE
+from isograd.nn.parameter import FactoryKwargs
 from isograd.nn.routing import Remembered
 from isograd.nn.stream import Cache, token_ids
 from isograd.pipeline.split import ranges
@@ -83,25 +84,24 @@ class Block(nn.Module):
         mesh: Mesh,
         rotary: Rotary | None,
         key: Key,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
+        made: FactoryKwargs,
     ) -> None:
         super().__init__()
         out_std = config.init_std / (2 * config.layers) ** 0.5  # the residual sum keeps its scale at any depth
-        norm = partial(norm_of(config), config.hidden, mesh, eps=config.norm_eps, dtype=dtype, device=device)
+        norm = partial(norm_of(config), config.hidden, mesh, eps=config.norm_eps, **made)
         self.mesh, self.drop, self.parallel = mesh, config.dropout, config.parallel_residual
         self.norm1 = norm()
         self.attention = Attention(
             config, mesh, key=key.fold("attention"), window=config.window_of(number), rotary=rotary, out_std=out_std,
-            dtype=dtype, device=device,
+            **made,
         )  # fmt: skip
         self.norm2 = norm()
         about: dict[str, Any] = {
             "activation": config.activation, "gated": config.gated, "std": config.init_std, "out_std": out_std,
-            "dtype": dtype, "device": device,
+            **made,
         }  # fmt: skip
         self.mlp: MLP | MoE
-        if config.experts is not None and config.experts.in_layer(number):
+        if config.experts is not None and config.has_experts(number):
             name = f"blocks.{number}.mlp"
             self.mlp = MoE(config.hidden, config.experts, mesh, key=key.fold("mlp"), name=name, **about)
         else:
@@ -140,8 +140,7 @@ class Transformer(nn.Module):
         seed: int = 0,
         split: Sequence[int] | None = None,
         ignore_index: int = IGNORE,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         """Weights are a function of (seed, name, global index): the same model under every layout.
 
@@ -161,7 +160,6 @@ class Transformer(nn.Module):
         self.ignore_index = ignore_index
         self._compared = False  # whether the ranks of a cp group have once compared the sequences they were given
         key = rng.key(seed, "transformer")
-        made: dict[str, Any] = {"dtype": dtype, "device": device}
         learned = config.positions == "learned"
         self.rotary = None if learned else Rotary(config.rotary_dims, config.rope_theta, config.rope_scaling)
         std = config.init_std
@@ -179,7 +177,7 @@ class Transformer(nn.Module):
             )
         self.blocks = nn.ModuleList()
         for number in (number for stage in mine for number in self.parts[stage]):
-            block = Block(config, number, mesh, self.rotary, key.fold("block", number), dtype, device)
+            block = Block(config, number, mesh, self.rotary, key.fold("block", number), made)
             self.blocks.add_module(str(number), block)  # the number it has on one device
         if last:
             self.norm = norm_of(config)(config.hidden, mesh, eps=config.norm_eps, **made)
@@ -234,20 +232,6 @@ class Transformer(nn.Module):
                 block.compile(backend=backend)
         return left
 
-    @overload
-    def forward(self, tokens: Tensor, labels: None = None, *, documents: Tensor | None = None) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        *,
-        key: Key | None = None,
-        samples: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
     def forward(
         self,
         tokens: Tensor,
@@ -259,7 +243,7 @@ class Transformer(nn.Module):
         stage: int | None = None,
         passed: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Any:
         """tokens [b, s] of this dp rank. With labels [b, s]: (mean loss, count); without: logits [b, s, vocab].
 
         Dropout needs `key`, new in every micro-batch and step, and `samples`, the global ids [b] of the sequences.
@@ -273,38 +257,14 @@ class Transformer(nn.Module):
         """
         if stage is None and len(self.parts) > 1:
             raise ModelError(
-                "IG415",
-                "a model cut into pipeline stages is not called; its pieces run in the order of a schedule",
-                seen=f"a forward under {str(self.mesh.layout)!r}",
-                expected="engine.train_step(batch, micro_batches=k), or engine.evaluate",
-                where=self.mesh.describe_rank(),
+                "IG415", seen=f"a forward under {str(self.mesh.layout)!r}", where=self.mesh.describe_rank()
             )
         if cache is not None:
             assert self.head is not None
             x, _, _ = self._through(0, None, tokens, None, key=None, samples=None, documents=None, cache=cache)
             return self.head.logits(x.view(*tokens.shape, -1)[:, -1])
-        result: Tensor | tuple[Tensor, Tensor]
-        result = self._piece(stage or 0, passed, tokens, labels, key=key, samples=samples, documents=documents)
-        return result
-
-    @property
-    def chunks(self) -> dict[int, Callable[[Any, Any], Any]]:
-        """This rank's stages by number, as functions of (what the previous stage passed on, micro-batch)."""
-        return pieces(self, self.mesh)
-
-    def _piece(
-        self,
-        stage: int,
-        x: Tensor | None,
-        tokens: Tensor,
-        labels: Tensor | None = None,
-        *,
-        key: Key | None = None,
-        samples: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Any:
-        """Run one stage, from the tokens or from the stream x that the previous stage passed on."""
-        x, stream, terms = self._through(stage, x, tokens, labels, key=key, samples=samples, documents=documents)
+        stage = stage or 0
+        x, stream, terms = self._through(stage, passed, tokens, labels, key=key, samples=samples, documents=documents)
         if stage < len(self.parts) - 1:
             return (x, Terms(**terms)) if terms else x
         assert stream.places is not None
@@ -314,6 +274,11 @@ class Transformer(nn.Module):
         head = self.score or self.head
         assert head is not None
         return gather_whole(head.logits(x).view(stream.batch, stream.length, -1), self.mesh, stream.places)
+
+    @property
+    def chunks(self) -> dict[int, Callable[[Any, Any], Any]]:
+        """This rank's stages by number, as functions of (what the previous stage passed on, micro-batch)."""
+        return pieces(self, self.mesh)
 
     def _loss(self, x: Tensor, labels: Tensor, tokens: Tensor, documents: Tensor | None) -> Any:
         """(mean, count) of this rank's labels, from the last norm's output; tokens, documents: of whole rows."""
@@ -446,24 +411,12 @@ class Transformer(nn.Module):
         given = {"tokens": tokens, "labels": labels, "documents": documents}
         shapes = {name: tuple(t.shape) for name, t in given.items() if t is not None}
         if tokens.dim() != 2 or len(set(shapes.values())) > 1:
-            raise ModelError(
-                "IG410",
-                "tokens, labels and documents must be [batch, sequence]",
-                seen=", ".join(f"{name} {shape}" for name, shape in shapes.items()),
-                expected="two dimensions, the same for all",
-                where=where,
-            )
+            raise ModelError("IG410", seen=", ".join(f"{name} {shape}" for name, shape in shapes.items()), where=where)
         if self.mesh.size("cp") > 1 and not self._compared:
             refuse_unlike(self.mesh, tokens, labels, documents)
             self._compared = True
         if config.positions == "learned" and tokens.shape[1] > config.max_positions:
-            raise ModelError(
-                "IG411",
-                "the sequence is longer than the learned positions",
-                seen=tokens.shape[1],
-                expected=f"at most {config.max_positions}",
-                where=where,
-            )
+            raise ModelError("IG411", seen=tokens.shape[1], max_positions=config.max_positions, where=where)
         dropping = self.training and (config.dropout or config.attention_dropout)
         if dropping and labels is not None and (key is None or samples is None):
             raise ModelError(
@@ -488,10 +441,4 @@ def _for_block(stream: Stream, number: int) -> Stream:
 
 def _refuse_ep_alone(config: TransformerConfig, mesh: Mesh) -> None:
     if mesh.layout.ep > 1 and config.experts is None:
-        raise ModelError(
-            "IG400",
-            f"ep{mesh.layout.ep} cuts experts, and this model has none",
-            seen=str(mesh.layout),
-            expected="a config with experts, or a layout without ep",
-            where=mesh.describe_rank(),
-        )
+        raise ModelError("IG400", seen=str(mesh.layout), ep=mesh.layout.ep, where=mesh.describe_rank())

@@ -13,8 +13,9 @@ together. Contracts do not change: cp is a data axis, over which every gradient 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from isograd.core.rng import Key
 from isograd.errors import ModelError
 from isograd.nn.linear import ColumnLinear, RowLinear
 from isograd.nn.norm import RMSNorm
+from isograd.nn.parameter import FactoryKwargs
 from isograd.nn.rotary import Rotary
 from isograd.nn.stream import Stream, gather_tokens
 from isograd.sequence import whole
@@ -40,48 +42,20 @@ def workable_tp(heads: int, kv_heads: int, wanted: int) -> int:
     return min(fits, key=lambda t: (abs(t - wanted), t))
 
 
-class AttentionConfig(Protocol):
-    """What attention reads of a model's config, such as TransformerConfig."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """What attention reads of a model's config: models.TransformerConfig adds the rest."""
 
-    @property
-    def hidden(self) -> int:
-        """The width of the stream."""
-
-    @property
-    def heads(self) -> int:
-        """Of queries."""
-
-    @property
-    def kv_heads(self) -> int | None:
-        """Of keys and values; None: as many as of queries."""
-
-    @property
-    def head_dim(self) -> int | None:
-        """None: hidden / heads."""
-
-    @property
-    def qkv_bias(self) -> bool:
-        """Of queries, keys and values."""
-
-    @property
-    def out_bias(self) -> bool:
-        """Of the output map."""
-
-    @property
-    def qk_norm(self) -> bool:
-        """Whether each head's queries and keys are normed."""
-
-    @property
-    def norm_eps(self) -> float:
-        """Of these norms."""
-
-    @property
-    def attention_dropout(self) -> float:
-        """Of the weights of attention."""
-
-    @property
-    def init_std(self) -> float:
-        """Of the initial weights."""
+    hidden: int  # the width of the stream
+    heads: int  # of queries
+    kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: hidden / heads
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False  # of each head
+    norm_eps: float = 1e-6
+    attention_dropout: float = 0.0
+    init_std: float = 0.02
 
 
 class Attention(nn.Module):
@@ -96,8 +70,7 @@ class Attention(nn.Module):
         window: int | None = None,
         rotary: Rotary | None = None,
         out_std: float | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         """window: how many tokens each sees, itself included; None: all before it. out_std: of the output projection's
         first values; None: that of the others."""
@@ -123,7 +96,7 @@ class Attention(nn.Module):
         start, stop = sequence.heads_here(self.heads, self.kv_heads, mesh)  # of this tp rank's, while attending
         self.attending = range(mesh.index("tp") * self.heads + start, mesh.index("tp") * self.heads + stop)
         shard, partial_over = _kv_shard(kv_heads, head_dim, tp)
-        hidden, made = config.hidden, {"dtype": dtype, "device": device}
+        hidden = config.hidden
         same: dict[str, Any] = {"bias": config.qkv_bias, "std": config.init_std, **made}
         self.q = ColumnLinear(hidden, heads * head_dim, mesh, key=key.fold("q"), **same)
         kv = {**same, "shard": shard, "partial_over": partial_over}

@@ -9,7 +9,7 @@ by itself (acc_type in EmbeddingBackwardKernel.cu).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from isograd.core.input_checks import IdCheck
 from isograd.core.mesh import Mesh
 from isograd.core.rng import Key
 from isograd.errors import ModelError
-from isograd.nn.parameter import Layer, make
+from isograd.nn.parameter import FactoryKwargs, Layer, make
 from isograd.nn.stream import Stream, reduce_output, stream_partial_over
 
 
@@ -40,8 +40,7 @@ class VocabEmbedding(Layer):
         std: float = 0.02,
         partial_over: tuple[str, ...] = (),
         padding: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         """`partial_over`: the axes of a tie, when the head on another pipeline stage uses the same weight. `padding`: a
         token whose lookup gives its row no gradient, as torch's padding_idx."""
@@ -55,14 +54,7 @@ class VocabEmbedding(Layer):
         here = padding is not None and self.first <= padding < end
         self.padding = padding - self.first if here and padding is not None else None  # its row on this rank
         self.weight = make(
-            mesh,
-            (vocab, hidden),
-            shards=(shard,),
-            partial_over=partial_over,
-            key=key.fold("weight"),
-            std=std,
-            dtype=dtype,
-            device=device,
+            mesh, (vocab, hidden), shards=(shard,), partial_over=partial_over, key=key.fold("weight"), std=std, **made
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -96,20 +88,12 @@ class LearnedPositions(Layer):
         *,
         key: Key,
         std: float = 0.02,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         self.mesh = mesh
-        self.weight = make(
-            mesh,
-            (positions, hidden),
-            partial_over=stream_partial_over(mesh),
-            key=key.fold("weight"),
-            std=std,
-            dtype=dtype,
-            device=device,
-        )
+        owes = stream_partial_over(mesh)
+        self.weight = make(mesh, (positions, hidden), partial_over=owes, key=key.fold("weight"), std=std, **made)
 
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
         """x plus the vectors of its tokens' positions."""

@@ -14,7 +14,7 @@ gradient of zeros: momentum and weight decay go on as on one device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from isograd.comm.first_order import first_order_only
 from isograd.core.contract import Shard
 from isograd.core.mesh import EXPERT_DATA, Mesh
 from isograd.core.rng import Key
-from isograd.nn.parameter import Layer, make
+from isograd.nn.parameter import FactoryKwargs, Layer, make
 from isograd.nn.routing import Ends, ExpertOptions
 from isograd.sequence.block import accumulation_dtype, on_ampere
 
@@ -43,17 +43,16 @@ class Experts(Layer):
         gated: bool,
         std: float,
         out_std: float,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         self.activation = activation
         wide, narrow = (options.number, options.width, hidden), (options.number, hidden, options.width)
         shards = (Shard.even("ep", 0, options.number, mesh.size("ep")),)
-        made: dict[str, Any] = {"shards": shards, "data": EXPERT_DATA, "dtype": dtype, "device": device}
-        self.up = make(mesh, wide, key=key.fold("up"), std=std, **made)
-        self.gate = make(mesh, wide, key=key.fold("gate"), std=std, **made) if gated else None
-        self.down = make(mesh, narrow, key=key.fold("down"), std=out_std, **made)
+        cut: dict[str, Any] = {"shards": shards, "data": EXPERT_DATA, **made}
+        self.up = make(mesh, wide, key=key.fold("up"), std=std, **cut)
+        self.gate = make(mesh, wide, key=key.fold("gate"), std=std, **cut) if gated else None
+        self.down = make(mesh, narrow, key=key.fold("down"), std=out_std, **cut)
 
     def forward(self, x: Tensor, ends: Ends) -> Tensor:
         """Slots [n, hidden], sorted by expert -> their experts' outputs; zeros for slots behind the last end."""

@@ -6,14 +6,14 @@ One device: y = x @ weight.T + bias, for both.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 
 from isograd.core.contract import Shard
 from isograd.core.mesh import Mesh
 from isograd.core.rng import Key
-from isograd.nn.parameter import Layer, make
+from isograd.nn.parameter import FactoryKwargs, Layer, make
 from isograd.nn.split_backward import linear
 from isograd.nn.stream import reduce_output, stream_partial_over
 
@@ -37,26 +37,13 @@ class ColumnLinear(Layer):
         bias: bool = False,
         shard: Shard | None = None,
         partial_over: tuple[str, ...] = (),
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         shards = (shard or Shard.even("tp", 0, outputs, mesh.size("tp")),)
-        self.weight = make(
-            mesh,
-            (outputs, inputs),
-            shards=shards,
-            partial_over=partial_over,
-            key=key.fold("weight"),
-            std=std,
-            dtype=dtype,
-            device=device,
-        )
-        self.bias = (
-            make(mesh, (outputs,), shards=shards, partial_over=partial_over, dtype=dtype, device=device)
-            if bias
-            else None
-        )
+        cut: dict[str, Any] = {"shards": shards, "partial_over": partial_over, **made}
+        self.weight = make(mesh, (outputs, inputs), key=key.fold("weight"), std=std, **cut)
+        self.bias = make(mesh, (outputs,), **cut) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> this rank's output features [T, outputs / tp]."""
@@ -81,18 +68,13 @@ class RowLinear(Layer):
         key: Key,
         std: float = 0.02,
         bias: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         self.mesh = mesh
         shards = (Shard.even("tp", 1, inputs, mesh.size("tp")),)
-        self.weight = make(
-            mesh, (outputs, inputs), shards=shards, key=key.fold("weight"), std=std, dtype=dtype, device=device
-        )
-        self.bias = (
-            make(mesh, (outputs,), partial_over=stream_partial_over(mesh), dtype=dtype, device=device) if bias else None
-        )
+        self.weight = make(mesh, (outputs, inputs), shards=shards, key=key.fold("weight"), std=std, **made)
+        self.bias = make(mesh, (outputs,), partial_over=stream_partial_over(mesh), **made) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's input features [T, inputs / tp] -> the residual stream [T, outputs], or a shard of it."""

@@ -14,7 +14,7 @@ known in backward only: there the logits of each chunk are computed again.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from isograd.core.input_checks import IdCheck, invalid_ids
 from isograd.core.mesh import Mesh
 from isograd.core.rng import Key
 from isograd.errors import ContractError
-from isograd.nn.parameter import Layer, make
+from isograd.nn.parameter import FactoryKwargs, Layer, make
 from isograd.nn.split_backward import WeightGradHook, grad_anchor, weight_grad_hook, weight_grad_requested
 from isograd.nn.stream import gather_tokens
 from isograd.sequence.block import accumulation_dtype
@@ -49,21 +49,16 @@ class Head(Layer):
         std: float = 0.02,
         tied: nn.Parameter | None = None,
         ignore_index: int = IGNORE,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         """`tied`: the embedding's weight, used here too. `ignore_index`: the label of positions without a target."""
         super().__init__()
         self.mesh, self.ignore_index = mesh, ignore_index
         self.wrong = IdCheck("labels", vocab, ignore_index)
         self.shard = Shard.even("tp", 0, vocab, mesh.size("tp"))
-        self.weight = (
-            tied
-            if tied is not None
-            else make(
-                mesh, (vocab, hidden), shards=(self.shard,), key=key.fold("weight"), std=std, dtype=dtype, device=device
-            )
-        )
+        if tied is None:
+            tied = make(mesh, (vocab, hidden), shards=(self.shard,), key=key.fold("weight"), std=std, **made)
+        self.weight = tied
 
     def forward(self, x: Tensor, labels: Tensor, chunk: int | None = CHUNK) -> tuple[Tensor, Tensor]:
         """(mean loss, number of labels that count) for labels [T] of all tokens of this data rank.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Unpack
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from isograd.core.mesh import Mesh
 from isograd.core.rng import Key
 from isograd.errors import ModelError, did_you_mean
 from isograd.nn.linear import ColumnLinear, RowLinear
+from isograd.nn.parameter import FactoryKwargs
 from isograd.nn.stream import gather_tokens
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -41,8 +42,7 @@ class MLP(nn.Module):
         bias: bool = False,
         std: float = 0.02,
         out_std: float | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -55,15 +55,11 @@ class MLP(nn.Module):
         if inner < mesh.size("tp"):
             raise ModelError("IG404", seen=inner, where=mesh.describe_rank(), inner=inner, tp=mesh.size("tp"))
         self.mesh, self.activation = mesh, ACTIVATIONS[activation]
-        self.up = ColumnLinear(hidden, inner, mesh, key=key.fold("up"), std=std, bias=bias, dtype=dtype, device=device)
+        self.up = ColumnLinear(hidden, inner, mesh, key=key.fold("up"), std=std, bias=bias, **made)
         self.gate = (
-            ColumnLinear(hidden, inner, mesh, key=key.fold("gate"), std=std, bias=bias, dtype=dtype, device=device)
-            if gated
-            else None
+            ColumnLinear(hidden, inner, mesh, key=key.fold("gate"), std=std, bias=bias, **made) if gated else None
         )
-        self.down = RowLinear(
-            inner, hidden, mesh, key=key.fold("down"), std=out_std or std, bias=bias, dtype=dtype, device=device
-        )
+        self.down = RowLinear(inner, hidden, mesh, key=key.fold("down"), std=out_std or std, bias=bias, **made)
 
     def forward(self, x: Tensor) -> Tensor:
         """The residual stream in and out: [T, hidden], or this rank's sequence shard."""

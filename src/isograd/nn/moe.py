@@ -18,7 +18,7 @@ not counted, and the layer gives 0 for it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from isograd.core.step_counters import StepCounter
 from isograd.nn import balance, routing
 from isograd.nn.experts import Experts, from_slots, reorder, to_slots
 from isograd.nn.mlp import ACTIVATIONS, MLP
-from isograd.nn.parameter import Layer, make
+from isograd.nn.parameter import FactoryKwargs, Layer, make
 from isograd.nn.routing import Ends, ExpertOptions, Route, Sent
 from isograd.nn.split_backward import linear
 from isograd.nn.stream import Stream, stream_partial_over
@@ -66,28 +66,28 @@ class MoE(nn.Module):
         gated: bool = True,
         std: float = 0.02,
         out_std: float | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         """`name`: of this layer in the model, for messages."""
         super().__init__()
         routing.refuse_cut(options, mesh.layout.ep, mesh.describe_rank())
         self.mesh, self.options = mesh, options
-        made: dict[str, Any] = {"std": std, "dtype": dtype, "device": device}
-        self.router = Router(hidden, options.number, mesh, key=key.fold("router"), partial_over=("tp",), **made)
+        self.router = Router(
+            hidden, options.number, mesh, key=key.fold("router"), partial_over=("tp",), std=std, **made
+        )
         self.experts = Experts(
             hidden, options, mesh, key=key.fold("experts"), activation=ACTIVATIONS[activation], gated=gated,
-            out_std=out_std or std, **made,
+            std=std, out_std=out_std or std, **made,
         )  # fmt: skip
         self.shared = self.shared_gate = None
         if options.shared:
             self.shared = MLP(
                 hidden, options.shared, mesh, key=key.fold("shared"), activation=activation, gated=gated,
-                out_std=out_std, **made,
+                std=std, out_std=out_std, **made,
             )  # fmt: skip
         if options.shared_gate:
-            partial_over = stream_partial_over(mesh)
-            self.shared_gate = Router(hidden, 1, mesh, key=key.fold("shared gate"), partial_over=partial_over, **made)
+            owes = stream_partial_over(mesh)
+            self.shared_gate = Router(hidden, 1, mesh, key=key.fold("shared gate"), partial_over=owes, std=std, **made)
         self.choose = routing.choose  # a rehearsal, which has no scores, states a load in its place
         self.wrong = ScoreCheck(name)
         self.load = StepCounter(options.number, needs_prepass=options.balance == "batch", use=self._committed)

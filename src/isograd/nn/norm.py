@@ -9,13 +9,13 @@ forgetting it). A norm of query or key heads is shared by heads on different tp 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from isograd.core.mesh import Mesh
-from isograd.nn.parameter import Layer, make
+from isograd.nn.parameter import FactoryKwargs, Layer, make
 from isograd.nn.stream import stream_partial_over
 
 
@@ -29,13 +29,12 @@ class RMSNorm(Layer):
         *,
         eps: float = 1e-6,
         partial_over: tuple[str, ...] | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         self.eps = eps
         debts = stream_partial_over(mesh) if partial_over is None else partial_over
-        self.weight = make(mesh, (size,), partial_over=debts, fill=1.0, dtype=dtype, device=device)
+        self.weight = make(mesh, (size,), partial_over=debts, fill=1.0, **made)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size], normalised."""
@@ -55,14 +54,13 @@ class LayerNorm(Layer):
         *,
         eps: float = 1e-5,
         partial_over: tuple[str, ...] | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **made: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         self.eps = eps
         debts = stream_partial_over(mesh) if partial_over is None else partial_over
-        self.weight = make(mesh, (size,), partial_over=debts, fill=1.0, dtype=dtype, device=device)
-        self.bias = make(mesh, (size,), partial_over=debts, dtype=dtype, device=device)
+        self.weight = make(mesh, (size,), partial_over=debts, fill=1.0, **made)
+        self.bias = make(mesh, (size,), partial_over=debts, **made)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size], normalised."""

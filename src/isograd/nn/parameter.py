@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -12,6 +12,13 @@ from torch import nn
 from isograd.core.contract import Contract, Shard, declare, metadata_of, set_init_fn, set_metadata
 from isograd.core.mesh import DATA, Mesh
 from isograd.core.rng import Key, init_
+
+
+class FactoryKwargs(TypedDict, total=False):
+    """Of a layer's parameters, as torch's layers take them."""
+
+    dtype: torch.dtype | None
+    device: torch.device | str | None
 
 
 class Layer(nn.Module):

@@ -86,8 +86,10 @@ class Schedule:
             and self.rank_of(action.stage + step[action.kind]) == target
         ]
 
-    def timed(self, cost: Callable[[Action], float] = lambda action: COST[action.kind]) -> list[list[Timed]]:
-        """When each rank runs each action, if only actions, and waiting for the actions of others, take time."""
+    def timed(
+        self, cost: Callable[[Action], float] = lambda action: COST[action.kind], send: float = 0.0
+    ) -> list[list[Timed]]:
+        """When each rank runs each action, if actions take `cost`, and a result needs `send` to another rank."""
         done: dict[Action, float] = {}
         rows: list[list[Timed]] = [[] for _ in self.orders]
         at = [0] * len(self.orders)
@@ -98,7 +100,8 @@ class Schedule:
                 while at[rank] < len(order) and all(need in done for need in self.needs(order[at[rank]])):
                     action = order[at[rank]]
                     free = rows[rank][-1].end if rows[rank] else 0.0
-                    start = max([free, *(done[need] for need in self.needs(action))])
+                    ready = [done[n] + send * (self.rank_of(n.stage) != rank) for n in self.needs(action)]
+                    start = max([free, *ready])
                     done[action] = start + cost(action)
                     rows[rank].append(Timed(action, start, done[action]))
                     at[rank] += 1
@@ -153,7 +156,7 @@ def check(schedule: Schedule) -> None:
         raise PipelineError("IG800", seen="; ".join(problems[:4]), name=schedule.name)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def build(name: str, pp: int, vpp: int, micro_batches: int) -> Schedule:
     """The checked schedule of this name. Any number of micro-batches is legal; fewer than ranks leave ranks idle."""
     schedule = Schedule(name, pp, vpp, micro_batches, _simulate(name, pp, vpp, micro_batches))

@@ -63,7 +63,11 @@ class Stages(nn.Module):
         shared = _shared(modules)
         for later, name in (ties or {}).items():
             shared.setdefault(name, [name]).append(later)
-        made = {i: m if isinstance(m, nn.Module) else m() for i, m in enumerate(modules) if i in mine or _is_made(m)}
+        made = {
+            i: m if isinstance(m, nn.Module) else m()
+            for i, m in enumerate(modules)
+            if i in mine or isinstance(m, nn.Module)
+        }
         self.kept = nn.ModuleDict()
         self._adopt(shared, rank_of, made, modules)
         for number in mine:
@@ -133,10 +137,6 @@ def pieces(model: nn.Module, mesh: Mesh) -> dict[int, Callable[[Any, Any], Any]]
         stage: partial(run, stage)
         for stage in range(mesh.index("pp"), mesh.layout.pp * mesh.layout.vpp, mesh.layout.pp)
     }
-
-
-def _is_made(module: nn.Module | Make) -> bool:
-    return isinstance(module, nn.Module)
 
 
 def _number(name: str) -> int:

@@ -132,8 +132,8 @@ def passed(work: Work, layout: Layout) -> Transfer:
 
 def gradients(work: Work, layout: Layout, mine: ParamsOnRank) -> list[Transfer]:
     """Once in a step: each owner gets its rows of all gradients."""
-    data, wide = layout.dp * layout.cp, max(work.profile.gradient_bytes, work.sum_bytes if work.dtype == "fp64" else 0)
-    return cut("dp cp", data, mine.dense * wide) + cut("edp", layout.edp, mine.routed * wide)
+    wide = max(work.profile.gradient_bytes, work.sum_bytes if work.dtype == "fp64" else 0)
+    return _over_copies(layout, mine, wide)
 
 
 def partial_sums(work: Work, layout: Layout, mine: ParamsOnRank, index: int) -> list[Transfer]:
@@ -153,17 +153,17 @@ def updated(work: Work, layout: Layout, mine: ParamsOnRank) -> list[Transfer]:
     """After the reductions: at ZeRO 0 gradients are gathered, at ZeRO 1 and 2 parameters. ZeRO 3 keeps rows."""
     if layout.zero == 3:
         return []
-    size = work.sum_bytes if layout.zero == 0 else work.size
-    data = layout.dp * layout.cp
-    return cut("dp cp", data, mine.dense * size) + cut("edp", layout.edp, mine.routed * size)
+    return _over_copies(layout, mine, work.sum_bytes if layout.zero == 0 else work.size)
 
 
 def shards(work: Work, layout: Layout, mine: ParamsOnRank) -> list[Transfer]:
     """At ZeRO 3: the gather of some parameters, before they are used."""
-    data = layout.dp * layout.cp
-    if layout.zero < 3:
-        return []
-    return cut("dp cp", data, mine.dense * work.size) + cut("edp", layout.edp, mine.routed * work.size)
+    return _over_copies(layout, mine, work.size) if layout.zero == 3 else []
+
+
+def _over_copies(layout: Layout, mine: ParamsOnRank, size: int) -> list[Transfer]:
+    """Some parameters, `size` bytes an element, between the ranks that hold copies."""
+    return cut("dp cp", layout.dp * layout.cp, mine.dense * size) + cut("edp", layout.edp, mine.routed * size)
 
 
 def of_step(work: Work, layout: Layout, spot: Mapping[str, int]) -> Iterator[tuple[Transfer, int]]:
@@ -179,8 +179,7 @@ def of_step(work: Work, layout: Layout, spot: Mapping[str, int]) -> Iterator[tup
             yield from ((move, micro * count) for move in made[way])
         yield from ((move, 2 * micro * count) for move in weights)  # forward and backward
     if layout.pp == 1:  # the last block is gathered once: backward begins with it
-        experts = work.model.experts
-        sparse = experts is not None and experts.in_layer(work.model.layers - 1)
+        sparse = work.model.has_experts(work.model.layers - 1)
         yield from ((move, -micro) for move in shards(work, layout, of_block(work, layout, sparse)))
     at_ends = ends(work, layout, first, last)
     root = of_ends(work, layout, first, last)

@@ -74,8 +74,7 @@ def waiting_buckets(work: Work, layout: Layout, index: int) -> float:
     mine, data = params_on_rank(work, layout, index), layout.dp * layout.cp
     if layout.zero not in (1, 2) or data == 1 or work.micro_batches > 1 or layout.pp > 1:
         return 0.0
-    largest = max(of_block(work, layout, sparse).all for sparse in {work.has_experts(n) for n in (0, -1)})
-    gathered = of_ends(work, layout, index == 0, index == layout.pp - 1).all + 2 * largest
+    _, gathered = _whole_at_once(work, layout, index)
     return max(0.0, work.sum_bytes * (mine.all - gathered) - BUCKETS)
 
 
@@ -99,8 +98,7 @@ def of_stage(work: Work, layout: Layout, index: int) -> Memory:
     """Of the ranks of one pipeline index."""
     mine, data = params_on_rank(work, layout, index), layout.dp * layout.cp
     owned = mine.dense / data + mine.routed / layout.edp
-    largest = max(of_block(work, layout, sparse).all for sparse in {work.has_experts(n) for n in (0, -1)})
-    gathered = of_ends(work, layout, index == 0, index == layout.pp - 1).all + 2 * largest
+    largest, gathered = _whole_at_once(work, layout, index)
     muon = mine.matrices if work.muon else 0
     sizes = (mine.all, owned, gathered, muon)
     parameters, gradients, optimizer = states(layout, work.size, work.micro_batches, *sizes, ema=work.ema)
@@ -112,6 +110,13 @@ def of_stage(work: Work, layout: Layout, index: int) -> Memory:
         gradients += work.sum_bytes * _largest(work, layout, index) if work.profile.widened else 0
         parameters = work.size * (mine.all + owned) if whole else parameters
     return Memory(parameters, gradients, optimizer, activations(work, layout, index))
+
+
+def _whole_at_once(work: Work, layout: Layout, index: int) -> tuple[float, float]:
+    """Elements of the largest block, and what is gathered at a time at ZeRO 3: ends, a block and the next one."""
+    sparse = set(map(work.model.has_experts, range(work.model.layers)))
+    largest = max(of_block(work, layout, kind).all for kind in sparse)
+    return largest, of_ends(work, layout, index == 0, index == layout.pp - 1).all + 2 * largest
 
 
 def of_scores(work: Work, layout: Layout) -> float:

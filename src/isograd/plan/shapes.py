@@ -116,7 +116,7 @@ _ELEMENTWISE = {
     "_foreach_copy",
 }  # fmt: skip
 _NORMS = {"_foreach_norm", "linalg_vector_norm"}
-_FOLLOWED = {"cat", "index", "constant_pad_nd", *_ELEMENTWISE, *_NORMS}
+_FOLLOWED = {"cat", "_chunk_cat", "index", "constant_pad_nd", *_ELEMENTWISE, *_NORMS}
 
 
 class Shapes(TorchDispatchMode):
@@ -301,12 +301,13 @@ class Shapes(TorchDispatchMode):
         if name in _NORMS:
             listed = args[0] if isinstance(args[0], list | tuple) else [args[0]]
             self.normed += [found for t in listed if (found := segments(t))]
-        elif name == "cat":
+        elif name in ("cat", "_chunk_cat"):
             parts = [segments(t) for t in args[0]]
             if any(parts):
                 known = [s or (("", t.numel()),) for s, t in zip(parts, args[0], strict=True)]
                 dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-                found = _joined(known) if dim == 0 else _side_by_side(known, args[0])
+                above = dim == 0 and name == "cat"  # of _chunk_cat, each has as many rows as there are chunks
+                found = _joined(known) if above else _side_by_side(known, args[0])
                 mark(result, found)
                 if result._base is not None and result._base.numel() == result.numel():  # `out`, a view of all of it
                     mark(result._base, found)

@@ -14,10 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from isograd.core.layout import Layout
-from isograd.pipeline.schedule import Action, Schedule, Timed, build
+from isograd.pipeline.schedule import Action, Timed, build
 from isograd.plan import comm_volume
 from isograd.plan.costs import Cost, Costs
 from isograd.plan.machine import Machine
@@ -102,8 +101,8 @@ def timeline(work: Work, layout: Layout, machine: Machine) -> tuple[list[StageTi
     costs = Costs(work, layout, machine)
     ranks = _ranks(costs, {})
     send = costs.move(comm_volume.passed(work, layout)) if layout.pp > 1 else 0.0
-    schedule = _schedule(layout.schedule, layout.pp, layout.vpp, work.micro_batches)
-    return ranks, timed(schedule, _durations(work, layout, ranks, send), send)
+    schedule = build(layout.schedule, layout.pp, layout.vpp, work.micro_batches)
+    return ranks, schedule.timed(_durations(work, layout, ranks, send), send)
 
 
 def _ranks(costs: Costs, known: Blocks) -> list[StageTimes]:
@@ -188,11 +187,6 @@ def _bound(layout: Layout, ranks: list[StageTimes], micro: int, send: float) -> 
     return micro * slowest + fill * (sum(busy) - slowest) / layout.vpp + 2 * (layout.pp - 1) * send
 
 
-@lru_cache(maxsize=256)
-def _schedule(name: str, pp: int, vpp: int, micro: int) -> Schedule:
-    return build(name, pp, vpp, micro)
-
-
 def _durations(work: Work, layout: Layout, ranks: list[StageTimes], send: float) -> Callable[[Action], float]:
     """How long a rank is busy with an action."""
     waits = send if work.profile.waits_for_sends else 0.0
@@ -215,7 +209,7 @@ def _pipeline(work: Work, layout: Layout, ranks: list[StageTimes], send: float) 
     seconds = _durations(work, layout, ranks, send)
 
     def run(count: int) -> float:
-        return max(row[-1].end for row in timed(_schedule(layout.schedule, pp, vpp, count), seconds, send))
+        return max(row[-1].end for row in build(layout.schedule, pp, vpp, count).timed(seconds, send))
 
     if micro <= ROUNDS * pp:
         return run(micro)
@@ -223,25 +217,3 @@ def _pipeline(work: Work, layout: Layout, ranks: list[StageTimes], send: float) 
     long, short = ROUNDS * pp + rest, (ROUNDS - 1) * pp + rest
     end = run(long)
     return end + (micro - long) * (end - run(short)) / (long - short)
-
-
-def timed(schedule: Schedule, seconds: Callable[[Action], float], send: float) -> list[list[Timed]]:
-    """When each rank does each action, if actions take `seconds` and a result needs `send` to a neighbour."""
-    done: dict[Action, float] = {}
-    rows: list[list[Timed]] = [[] for _ in range(schedule.pp)]
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(schedule.orders):
-            row = rows[rank]
-            while len(row) < len(order):
-                action = order[len(row)]
-                needs = schedule.needs(action)
-                if any(need not in done for need in needs):
-                    break
-                ready = [done[need] + (send if schedule.rank_of(need.stage) != rank else 0.0) for need in needs]
-                start = max([row[-1].end if row else 0.0, *ready])
-                done[action] = start + seconds(action)
-                row.append(Timed(action, start, done[action]))
-                moved = True
-    return rows

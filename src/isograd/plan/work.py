@@ -13,8 +13,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from isograd.core.layout import Layout
-from isograd.models.config import TransformerConfig
-from isograd.pipeline.split import balanced
+from isograd.models.config import TransformerConfig, split_by_cost
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes of an element
 
@@ -97,11 +96,6 @@ class Work:
         """How many matrices a feed-forward layer has."""
         return 3 if self.model.gated else 2
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether the feed-forward part of this layer is made of experts."""
-        experts = self.model.experts
-        return experts is not None and experts.in_layer(layer)
-
     @cached_property
     def flops(self) -> float:
         """What MFU counts of a step, in PaLM's convention, as `isograd train` does: products of the parameters that a
@@ -109,12 +103,10 @@ class Work:
         c, d = self.model, self.head_dim
         each = 0.0
         for layer in range(c.layers):
-            inner = c.mlp
-            if c.experts is not None and c.experts.in_layer(layer):
-                inner = c.experts.per_token * c.experts.width + c.experts.shared
+            if c.experts is not None and c.has_experts(layer):
                 each += 2 * c.hidden * c.experts.number  # the router
             each += 2 * c.hidden * d * (2 * c.heads + 2 * (c.kv_heads or c.heads))
-            each += 2 * self.matrices * c.hidden * inner + 4 * c.heads * d * self.length
+            each += 2 * self.matrices * c.hidden * c.width_per_token(layer) + 4 * c.heads * d * self.length
         return 3 * (each + 2 * c.hidden * c.vocab) * self.batch * self.length
 
     def split(self, layout: Layout) -> tuple[int, ...]:
@@ -123,19 +115,7 @@ class Work:
         each, rest = divmod(self.model.layers + 2, stages)
         if self.profile.ends_as_layers and stages > 1 and each > 1 and not rest:
             return (each - 1, *[each] * (stages - 2), each - 1)
-        return _split(self.model, stages, layout.pp, self.profile.even_layers)
-
-
-@lru_cache(maxsize=4096)
-def _split(c: TransformerConfig, stages: int, ranks: int, even: bool) -> tuple[int, ...]:
-    costs = []
-    d, kv = c.head_dim or c.hidden // c.heads, c.kv_heads or c.heads
-    for layer in range(c.layers):
-        inner = c.mlp
-        if c.experts is not None and c.experts.in_layer(layer):
-            inner = c.experts.per_token * c.experts.width + c.experts.shared
-        costs.append(float(c.hidden * d * 2 * (c.heads + kv) + c.hidden * inner * (3 if c.gated else 2)))
-    return balanced(costs, stages, last=0.0 if even else float(c.hidden * c.vocab), ranks=ranks)
+        return split_by_cost(self.model, stages, layout.pp, self.profile.even_layers)
 
 
 class ParamsOnRank(NamedTuple):
@@ -220,8 +200,7 @@ def _kinds_of(
     for stage in range(index, len(split), pp):
         start = sum(split[:stage])
         here = range(start, start + split[stage])
-        sparse = [c.experts is not None and c.experts.in_layer(n) for n in here]
-        counts = Counter(BlockKind(s, c.window_of(n) if windows else None) for s, n in zip(sparse, here, strict=True))
+        counts = Counter(BlockKind(c.has_experts(n), c.window_of(n) if windows else None) for n in here)
         found.append(tuple(counts.items()))
     return tuple(found)
 

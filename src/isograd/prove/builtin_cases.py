@@ -128,11 +128,7 @@ def prove_run(options: Namespace) -> Report:
     layouts = [Layout.parse(text) for text in texts]
     large = [str(layout) for layout in layouts if layout.world_size > MOST_RANKS]
     if large:
-        raise ConfigError(
-            "IG639", "this layout has more ranks than a proof starts on one machine", seen=large,
-            expected=f"at most {MOST_RANKS} ranks",
-            fix="prove one with the same axes and fewer ranks: --layouts 'dp2 tp2 sp zero1'",
-        )  # fmt: skip
+        raise ConfigError("IG639", seen=large, most_ranks=MOST_RANKS)
     small = structure(model, max(2, *(layout.pp * layout.vpp for layout in layouts)))
     rows = 1 + max(layout.dp * 2 * layout.pp for layout in layouts)
     return verify(

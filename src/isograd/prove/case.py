@@ -45,12 +45,7 @@ class Case:
 
     def __post_init__(self) -> None:
         if self.loss is not None and self.step is not None:
-            raise VerifyError(
-                "IG730",
-                "a case has a loss, or a step of its own, not both",
-                seen=f"loss={self.loss}, step={self.step}",
-                fix="Case(model, batch, loss=lambda model, part: model(**part).loss)",
-            )
+            raise VerifyError("IG730", seen=f"loss={self.loss}, step={self.step}")
         self.rows  # noqa: B018 (refuses a batch without rows)
 
     @property
@@ -58,13 +53,7 @@ class Case:
         """The number of samples in the batch."""
         sizes = {t.shape[0] for t in tree.tree_leaves(self.batch) if isinstance(t, Tensor) and t.dim()}
         if len(sizes) != 1:
-            raise VerifyError(
-                "IG731",
-                "the tensors of a case's batch have no common number of rows",
-                seen=f"first dimensions {sorted(sizes)}",
-                expected="dim 0 of every tensor is the sample",
-                fix="put samples first; keep what is not per sample out of the batch",
-            )
+            raise VerifyError("IG731", seen=f"first dimensions {sorted(sizes)}")
         return int(sizes.pop())
 
     def to(self, dtype: torch.dtype) -> Case:
@@ -78,12 +67,7 @@ class Case:
     def parts(self, count: int) -> list[Any]:
         """The batch in `count` parts of rows, the first ones larger."""
         if count > self.rows:
-            raise VerifyError(
-                "IG734",
-                "a case's batch has too few rows to give every data rank its micro-batches",
-                seen=f"{self.rows} rows for {count} parts",
-                fix=f"give the case at least {count} samples; rows without any valid label are welcome",
-            )
+            raise VerifyError("IG734", seen=f"{self.rows} rows for {count} parts", count=count)
         base, extra = divmod(self.rows, count)
         ends, at = [], 0
         for i in range(count):

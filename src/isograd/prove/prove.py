@@ -144,10 +144,7 @@ def make(case: MakeCase | str, mesh: Mesh, dtype: torch.dtype) -> Case:
         case = names[name]
     made = case(mesh)  # type: ignore[operator]
     if not isinstance(made, Case):
-        raise VerifyError(
-            "IG733", "a case function must return a Case", seen=type(made).__name__,
-            fix="return ig.prove.Case(model, batch, loss=...)",
-        )  # fmt: skip
+        raise VerifyError("IG733", seen=type(made).__name__)
     return made.to(dtype)
 
 
@@ -289,13 +286,7 @@ def _on_layout(
     from isograd.engine import Engine
 
     if mesh.size("pp") > 1 and made.loss is not None:
-        raise VerifyError(
-            "IG735",
-            "under a pipeline a case's model computes its own loss",
-            seen=f"a case with loss= under {layout!r}",
-            expected="Case(model, batch): the model is called with a part of the batch and returns (mean loss, count)",
-            where=mesh.describe_rank(),
-        )
+        raise VerifyError("IG735", seen=f"a case with loss= under {layout!r}", where=mesh.describe_rank())
     engine = Engine(made.model, mesh, made.optimizer, clip=made.clip)
     mine = pieces_of(made, mesh)
     with Capture(directory, steps=made.steps, activations=True, replay=replay) as capture, associated:

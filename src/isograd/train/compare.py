@@ -59,15 +59,15 @@ def compare(configs: Mapping[str, Config], out: str | None) -> int:
         with World(Layout.parse(layout).world_size, threads=config.threads, device=config.device) as world:
             results[layout] = _slowest(world.run(_measured, alone))
         runs[layout] = here / "metrics.jsonl"
-    rows = _rows(runs, results)
+    losses = {layout: dict(enumerate(outcome.losses, 1)) for layout, (outcome, _) in results.items()}
+    start = next(iter(losses.values()))
+    rows = [_row(each, each, start, losses[each], runs[each], sent) for each, (_, sent) in results.items()]
     about = (
         f"{first.steps} steps of {first.batch} {'sequences' if first.data else 'pairs'}, {first.model.dtype}; "
         "the largest difference is that of any step's loss to the first layout's, relative"
     )
     _write(rows, runs, folder, f"{first.folder.name} under {len(rows)} layouts", about)
-    print(table(rows, terminal.width()), flush=True)
-    failed = [layout for layout, (outcome, _) in results.items() if outcome.code]
-    return 1 if failed else 0
+    return int(any(outcome.code for outcome, _ in results.values()))
 
 
 def compare_runs(folders: Sequence[Path], out: str | None) -> int:
@@ -90,7 +90,6 @@ def compare_runs(folders: Sequence[Path], out: str | None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     about = f"{len(common)} logged steps; the largest difference is that of one of their losses to the first run's"
     _write(rows, runs, folder, f"{len(rows)} runs", about)
-    print(table(rows, terminal.width()), flush=True)
     return 0
 
 
@@ -107,12 +106,6 @@ def _measured(config: Config) -> tuple[RunOutcome, float | None]:
 def _slowest(found: list[tuple[RunOutcome, float | None]]) -> tuple[RunOutcome, float | None]:
     sent = [bytes_ for _, bytes_ in found if bytes_ is not None]
     return found[0][0], max(sent) if sent else None
-
-
-def _rows(runs: Mapping[str, Path], results: Mapping[str, tuple[RunOutcome, float | None]]) -> list[ComparedRun]:
-    losses = {layout: dict(enumerate(outcome.losses, 1)) for layout, (outcome, _) in results.items()}
-    first = next(iter(losses.values()))
-    return [_row(each, each, first, losses[each], runs[each], sent) for each, (_, sent) in results.items()]
 
 
 def _row(
@@ -182,4 +175,4 @@ def _write(rows: list[ComparedRun], runs: Mapping[str, Path], folder: Path, titl
     atomic.replace_text(folder / "compare.json", json.dumps([asdict(row) for row in rows], indent=2))
     drawn = plots.curves({name: journal.curve(file) for name, file in runs.items()}, folder / "compare.png", title)
     made = "compare.json, compare.png" if drawn else "compare.json (no picture: pip install matplotlib)"
-    print(f"{about}\n{folder}: {made}", flush=True)
+    print(f"{about}\n{folder}: {made}\n{table(rows, terminal.width())}", flush=True)

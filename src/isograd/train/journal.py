@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from isograd.engine import Mean
 
 MAX_LINE = 1 << 16
+NAMED = ("step", "event", "loss", "weight", "unit")  # of an evaluation; its other numbers are measures of its task
 WIDE = 10_000  # columns where nothing limits a line: a file, a pipe
 
 
@@ -55,14 +56,13 @@ def _is_entry(line: dict[str, Any]) -> bool:
 
 def curve(file: Path) -> Curve:
     """Losses and what evaluations measured, of a run's journal."""
-    known = ("step", "event", "loss", "weight", "unit")
     training, held_out, measures = Points(), Points(), dict[str, Points]()
     for line in read(file):
         evaluation, loss = line.get("event") == "evaluation", line.get("loss")
         if loss is not None and (evaluation or "event" not in line):
             (held_out if evaluation else training).append((line["step"], loss))
         for name, value in line.items() if evaluation else ():
-            if name not in known and isinstance(value, int | float):
+            if name not in NAMED and isinstance(value, int | float):
                 measures.setdefault(name, []).append((line["step"], value))
     return Curve(training, held_out, measures)
 
@@ -125,8 +125,7 @@ def of_terms(terms: Mapping[str, Mean]) -> dict[str, float]:
 def sentence(entry: dict[str, Any], columns: int = WIDE) -> str:
     """A line of the journal in words; of a step, as many of its numbers as fit. metrics.jsonl has all of them."""
     if entry.get("event") == "evaluation":
-        known = ("step", "event", "loss", "weight", "unit")
-        more = "".join(f"  {name} {value:.4f}" for name, value in entry.items() if name not in known)
+        more = "".join(f"  {name} {value:.4f}" for name, value in entry.items() if name not in NAMED)
         about = f"over {human(entry['weight'])} {entry['unit']}"
         return f"step {entry['step']:>5}  held-out loss {entry['loss']:.4f} {about}{more}"
     if "event" in entry:
@@ -188,6 +187,12 @@ def plain(entry: dict[str, Any]) -> None:
 def as_json(entry: dict[str, Any]) -> None:
     """Print an entry as a line of JSON."""
     print(json.dumps({k: _number(v) for k, v in entry.items()}), flush=True)
+
+
+@closed_terminal()
+def tell(text: str) -> None:
+    """Say something beside the journal, for the person who waits."""
+    print(text, file=sys.stderr, flush=True)
 
 
 class Live:

@@ -77,14 +77,7 @@ def _set_attention(model: Any, config: Config, mesh: Mesh) -> None:
         if model.config._attn_implementation != wanted:  # the library only warns
             seen = f"{type(model).__name__}, whose attention is {model.config._attn_implementation} and stays so"
     if seen:
-        raise ModelError(
-            "IG479",
-            f"attention cannot be computed by {wanted}",
-            seen=seen,
-            expected="a class that lets its attention be chosen; for flash_attention_2 also CUDA and flash-attn",
-            fix="--model.attn_implementation sdpa",
-            where=mesh.describe_rank(),
-        )
+        raise ModelError("IG479", seen=seen, wanted=wanted, where=mesh.describe_rank())
 
 
 def _blocks(model: Any, library: Any) -> Iterable[nn.Module]:

@@ -32,7 +32,7 @@ from isograd.engine import Stats
 from isograd.engine.ema import averaged
 from isograd.errors import DataError, TrainError, headline
 from isograd.io import atomic, plots
-from isograd.train import journal, run_folder
+from isograd.train import journal, run_folder, texts
 from isograd.train.config import Config
 from isograd.train.optimizers import PROGRESS, LearningRateSchedule
 from isograd.train.reading import changed, differing, written
@@ -45,7 +45,7 @@ from isograd.train.run.signals import GROW_EVENT, NO_RANK_MISSING, SIGNALS, STOP
 from isograd.train.run.stragglers import Stragglers, Waiting
 from isograd.train.run.watchdog import Watchdog, patience
 from isograd.train.task import TrainingTask, seed_generators
-from isograd.train.tasks import make_task, prepare
+from isograd.train.tasks import make_task
 from isograd.train.trackers import trackers
 
 NOT_FINITE = 6
@@ -114,8 +114,8 @@ def run(config: Config, options: RunOptions, listener: SignalListener | None = N
             config.folder, listener, looks=mesh.rank == 0, stop_file=options.stop_file, grows=options.grows
         )
         watchdog.beat("preparing data")
-        run_or_raise_on_all_ranks(lambda: prepare(config) if mesh.rank == 0 else None, mesh, DataError, _no_data)
-        if _any_rank(mesh, stop_request.is_set())[0]:
+        run_or_raise_on_all_ranks(lambda: texts.prepare(config) if mesh.rank == 0 else None, mesh, DataError, _no_data)
+        if _any_rank(mesh, stop_request.is_set()):
             outcome = RunOutcome(STOPPED, 0, stop_request.why or "asked to stop")
         else:
             watchdog.beat("building the model")
@@ -426,7 +426,7 @@ class _Run:
             return False
         lines = journal.read(self.config.folder / "metrics.jsonl") if self.log is not None else ()
         found = any(line.get("event") == "evaluation" and line.get("step") == step for line in lines)
-        return _any_rank(self.mesh, self.log is not None and not found)[0]
+        return _any_rank(self.mesh, self.log is not None and not found)
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate on the held-out rows; returns whether no earlier loss of them was as low."""
@@ -494,7 +494,6 @@ def _no_data(error: Exception) -> DataError:
     )
 
 
-def _any_rank(mesh: Mesh, *mine: bool) -> list[bool]:
-    """Of each, whether it is true on any rank; the same answers on all of them, by one message."""
-    found = raw.all_max(torch.tensor([float(each) for each in mine], device=mesh.device), mesh.group("world"))
-    return [bool(each) for each in found.tolist()]
+def _any_rank(mesh: Mesh, mine: bool) -> bool:
+    """Whether it is true on any rank; the same answer on all of them."""
+    return bool(raw.all_max(torch.tensor([float(mine)], device=mesh.device), mesh.group("world")).item())

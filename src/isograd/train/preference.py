@@ -136,12 +136,7 @@ class PreferenceTask:
         found = self.reference[list(pairs)].masked_fill(nobody[:, None], 0.0)
         if found.isnan().any():
             number = pairs[int(found.isnan().any(1).nonzero()[0])]
-            raise ModelError(
-                "IG425", "an answer has no log probability under the model that the run starts from",
-                seen=f"NaN for pair {number} (the first is 0)", expected="a number for each answer of a pair that fits",
-                fix="weights (model.path) whose logits are finite",
-                where=self.mesh.describe_rank(),
-            )  # fmt: skip
+            raise ModelError("IG425", seen=f"NaN for pair {number} (the first is 0)", where=self.mesh.describe_rank())
         return found
 
     def _baseline(self, pairs: Sequence[int]) -> Tensor:

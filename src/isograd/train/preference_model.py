@@ -165,7 +165,7 @@ class PreferenceTransformer(Transformer):
         """
         if tokens.dim() == 2 or labels is None or (stage is None and len(self.parts) > 1):
             given: dict[str, Any] = {"documents": documents, "key": key, "samples": samples, "cache": cache}
-            return super().forward(tokens, labels, stage=stage, passed=passed, **given)  # type: ignore[call-overload]
+            return super().forward(tokens, labels, stage=stage, passed=passed, **given)
         _, answers, _ = tokens.shape
         if samples is not None:  # ids of pairs; dropout draws for each answer
             samples = (samples[:, None] * answers + torch.arange(answers, device=samples.device)).reshape(-1)

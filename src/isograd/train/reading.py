@@ -286,18 +286,15 @@ def description(place: Place) -> str:
     return (field.description if field else None) or "a mapping"
 
 
-def flat(config: BaseModel) -> Iterator[tuple[Place, Any]]:
+def flat(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
     """Every value of a config with its place."""
-    yield from _flat(config.model_dump(mode="json"), ())
-
-
-def _flat(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+    value = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     if not inside or (isinstance(value, list) and not any(isinstance(v, dict) for v in value)):
         yield place, value
         return
     for key, part in inside:
-        yield from _flat(part, (*place, key))
+        yield from flat(part, (*place, key))
 
 
 def written(config: BaseModel) -> str:

@@ -64,11 +64,7 @@ def refuse_other_config(folder: Path) -> None:
     except untrusted.FileError as error:
         found = error.brief
     if not found.startswith(WRITTEN):
-        raise TrainError(
-            "IG989", "the run's folder holds a config.yaml that no run has written; a run would overwrite it",
-            seen=str(file), expected=f"a folder of its own for a run, or a config.yaml that begins with {WRITTEN!r}",
-            fix="--run FOLDER, or give that file another name",
-        )  # fmt: skip
+        raise TrainError("IG989", seen=str(file), written=WRITTEN)
 
 
 def write_exit_code(folder: Path, code: int | None) -> None:
@@ -84,11 +80,7 @@ def refuse_earlier_run(saved: Place) -> None:
     """Refuse `--resume never` where there are checkpoints, which would stand beside those of the new run."""
     found = checkpoints(saved)
     if found:
-        raise TrainError(
-            "IG985", "this run's folder holds checkpoints of an earlier run", seen=str(found[-1][1]),
-            expected="--resume auto to resume it, or another folder",
-            fix="--run FOLDER, or delete the folder",
-        )  # fmt: skip
+        raise TrainError("IG985", seen=str(found[-1][1]))
 
 
 def how_to_resume(place: Place) -> str:

@@ -39,7 +39,6 @@ from isograd.train.loop import RunOptions, RunOutcome, run
 from isograd.train.optimizers import class_of
 from isograd.train.resources import PER_CORE, PROGRAM, Forecast, LocalMachine, forecast
 from isograd.train.rewards import refuse_reward_model
-from isograd.train.tasks import prepare
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def dry_run(summary: StartupSummary, *, force: bool = False) -> int:
         return problem.exit_code
     with tempfile.TemporaryDirectory(prefix="dry-", dir=tempdir.home()) as folder:
         one = _one_step(config, folder)
-        prepare(one)
+        texts.prepare(one)
         if config.data is not None:
             print(f"data: {texts.trained(one).describe()}")
         with World(summary.layout.world_size, threads=config.threads, device=config.device) as world:

@@ -1,9 +1,8 @@
-"""Which task a config asks for, and what one process makes for it before the ranks read it."""
+"""Which task a config asks for."""
 
 from __future__ import annotations
 
 from isograd.core.mesh import Mesh
-from isograd.train import texts
 from isograd.train.config import Config
 from isograd.train.task import ProgressCallback, TrainingTask
 
@@ -26,9 +25,3 @@ def make_task(config: Config, mesh: Mesh, beat: ProgressCallback) -> TrainingTas
     from isograd.train.language import LanguageTask
 
     return LanguageTask(config, mesh)
-
-
-def prepare(config: Config) -> None:
-    """Build the data that is not built yet. One process calls it."""
-    if config.data is not None:
-        texts.prepare(config)

@@ -30,8 +30,9 @@ def _is_built(path: Path) -> bool:
 
 
 def prepare(config: Config) -> None:
-    """Build what is not there yet. One process does."""
-    assert config.data is not None
+    """Build the data that is not there yet. One process does."""
+    if config.data is None:
+        return
     if config.pads_rows:
         (source,) = config.data.sources
         what: Literal["conversations", "pairs"] = "pairs" if config.grpo is None else "conversations"

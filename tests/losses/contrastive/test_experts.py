@@ -38,10 +38,10 @@ def counts_of(model: nn.Module) -> list[Tensor]:
 
 def cached(layout: str, rows: str) -> tuple[Found, list[Tensor]]:
     mesh = Mesh(layout)
-    model = Tower(mesh)
+    model = Tower(mesh).to(mesh.device)
     engine = ig.Engine(model, mesh, sgd, bucket_mb=0.001)
     cache = GradientCache(engine, model.loss, encode=model.encode, chunk=CHUNK)
-    cache.backward(*batch(mesh.index("dp"), 0, rows).towers)
+    cache.backward(*batch(mesh.index("dp"), 0, rows).to(mesh.device).towers)
     found = Found({n: g.clone() for n, g in engine.grads().items()})
     found.loss = engine.step().loss
     return found, counts_of(model)

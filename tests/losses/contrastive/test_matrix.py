@@ -38,7 +38,7 @@ class Cosines(torch.nn.Module):
 
     def forward(self, queries: Tensor, documents: Tensor, *negatives: Tensor) -> Tensor:
         near = torch.tanh(queries @ torch.cat((documents, *negatives)).T * self.gain)
-        return (near * torch.arange(near.shape[1], dtype=near.dtype).cos()).square().mean()
+        return (near * torch.arange(near.shape[1], dtype=near.dtype, device=near.device).cos()).square().mean()
 
 
 LOSSES = {

@@ -63,7 +63,7 @@ class Decoder(Transformer):
         stream = self._stream(places, tokens, KEY, samples, None)
         x = stream.dropout(self.embed(places.shard(tokens, rank).reshape(-1)), self.config.dropout, self.mesh, "embed")
         x = self.norm(self._body(x, stream, self.parts[0])[0])
-        weights = places.shard(torch.ones(tokens.shape) / LENGTH, rank)
+        weights = places.shard(torch.ones(tokens.shape, device=tokens.device) / LENGTH, rank)
         return pool(x, weights, self.mesh)
 
 
@@ -89,6 +89,11 @@ class Batch:
     towers: list[tuple[Tensor, Tensor]]
     ids: list[Tensor]
     guides: list[Tensor]
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+        towers = [(tokens.to(device), samples.to(device)) for tokens, samples in self.towers]
+        return Batch(towers, [one.to(device) for one in self.ids], [one.to(device) for one in self.guides])
 
 
 def batch(rank: int, negatives: int, rows: str) -> Batch:
@@ -182,11 +187,11 @@ def cached(
 ) -> Found:
     """The same through GradCache, on this rank's rows."""
     mesh = Mesh(layout)
-    model = Towers(make(mesh), mesh, **more)  # type: ignore[arg-type]
+    model = Towers(make(mesh), mesh, **more).to(mesh.device)  # type: ignore[arg-type]
     engine = ig.Engine(model, mesh, sgd, bucket_mb=0.001)
     encoders = [model.query, model.document, model.document][: 2 + bool(negatives)]
     cache = ig.contrastive.GradientCache(engine, model.loss, encode=encoders, chunk=chunk, keep_mb=keep_mb)
-    mine = batch(mesh.index("dp"), negatives, rows)
+    mine = batch(mesh.index("dp"), negatives, rows).to(mesh.device)
     given = {"ids": mine.ids} if "ids" in masks else {}
     if "guides" in masks:
         given["guides"] = mine.guides

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -363,10 +364,11 @@ class Zero3Hooks:
         if not missing:
             return
         for param in missing:
-            param.alloc_full()
+            param.expect()
         for packing, params in gathers:
-            tag = self._check.tag(announcement, packing.owners)
-            handle = gather_rows(packing, [p.rows for p in params], [p.full for p in params], packing.owners, tag)
+            tag, alloc = self._check.tag(announcement, packing.owners), partial(_alloc, params)
+            rows, full = [p.sent for p in params], [p.full for p in params]
+            handle = gather_rows(packing, rows, full, packing.owners, tag, alloc=alloc)
             announcement.rows.append((packing.owners, handle))
 
     @raw.abort_group_on_interrupt()
@@ -447,6 +449,11 @@ class Zero3Hooks:
         """Raise while parameters are not full."""
         if not self._readers:
             raise EngineError("IG574", where=self._where, use=what)
+
+
+def _alloc(params: list[ShardedParam]) -> None:
+    for param in params:
+        param.alloc_full()
 
 
 def _passed_on(tensor: Tensor, since: int) -> bool:

@@ -22,22 +22,43 @@ from isograd.errors import EngineError
 
 @dataclass(eq=False)
 class ShardedParam:
-    """A parameter and its memory: `alloc_full`, then `filled` when all rows have arrived, then `free_full`."""
+    """A parameter and its memory: `expect`, `alloc_full`, `filled` when all rows have arrived, then `free_full`."""
 
     slot: Slot
-    rows: Tensor  # mine, in the parameter's dtype
+    kept: Tensor | None  # mine, in the parameter's dtype; None: only their master has memory
     full: Tensor  # its storage is empty while nobody needs it
     absent: Tensor  # what the parameter is then: one NaN of the full shape
     users: set[int] = field(default_factory=set)  # the groups (numbers) that need it now
     is_filling: bool = False  # rows of it are on their way
+    master: Tensor | None = None  # mine in fp32, of which half-precision rows are made when they are asked for
+
+    @property
+    def rows(self) -> Tensor:
+        """Mine, in the parameter's dtype, to read and to write until the next step."""
+        if self.kept is None:
+            assert self.master is not None
+            self.kept = self.master.detach().to(self.slot.parameter.dtype)
+        return self.kept
+
+    @property
+    def sent(self) -> Tensor:
+        """What a gather casts and sends: my rows, or their master, which needs no copy of them."""
+        return self.master.detach() if self.kept is None and self.master is not None else self.rows
+
+    def free_rows(self, master: Tensor) -> None:
+        """The master has the values of my rows: their memory is freed."""
+        self.kept, self.master = None, master
+
+    def expect(self) -> None:
+        """Rows of others are on their way."""
+        if self.slot.parameter.data_ptr() != self.absent.data_ptr():  # values that would be lost
+            raise EngineError("IG517", names=[self.slot.name])
+        self.is_filling = True
 
     def alloc_full(self) -> None:
         """Give the full parameter memory, into which all rows come, mine as well."""
-        if self.slot.parameter.data_ptr() != self.absent.data_ptr():  # values that would be lost
-            raise EngineError("IG517", names=[self.slot.name])
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
         self.slot.parameter.data = self.full
-        self.is_filling = True
 
     def filled(self) -> None:
         """All rows have arrived: a backward may read what it saved."""

@@ -94,11 +94,8 @@ class ForeignCheckpoint:
         """What the config has no place for would be missing in what is written: more layers, biases."""
         left = [n for n in self.names if n.startswith(OF_MODEL.get(self.kind, ())) and n not in self._used]
         if left:
-            raise ModelError(
-                "IG420", f"{self.folder.place} has weights that the config has no place for",
-                seen=f"{len(left)}: {sorted(left)[:8]}", expected="the tensors of the model that the config describes",
-                fix="the config of this checkpoint",
-            )  # fmt: skip
+            seen = f"{len(left)}: {sorted(left)[:8]}"
+            raise _unlike(f"{self.folder.place} has weights that the config has no place for", seen)
 
     def _refuse_another_head(self, embedding: str, vocab: int) -> None:
         """A tied model has no head of its own: one that is stored must be the embedding."""
@@ -125,10 +122,7 @@ class ForeignCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor by its name in the folder, without the prefix; one that is missing is an error."""
         if name not in self.names:
-            raise ModelError(
-                "IG420", f"{self.folder.place} has no tensor {name!r}", seen=f"{self.kind}: {sorted(self.names)[:8]}",
-                expected="the tensors of the model that the config describes", fix="the config of this checkpoint",
-            )  # fmt: skip
+            raise _unlike(f"{self.folder.place} has no tensor {name!r}", f"{self.kind}: {sorted(self.names)[:8]}")
         self._used.add(name)
         return self.folder.shapes[self.names[name]]
 
@@ -138,11 +132,9 @@ class ForeignCheckpoint:
         try:
             made = change(torch.empty(shape, device="meta"))
         except (RuntimeError, IndexError, TypeError) as error:  # it cannot be viewed by heads, layers or halves
-            raise ModelError(
-                "IG420", f"{self.folder.place}: {self.names[name]!r} has a shape that does not belong to the config",
-                seen=list(shape), expected="a shape that is cut by the heads, layers and widths of the config",
-                fix="the config of this checkpoint",
-            ) from error  # fmt: skip
+            what = f"{self.folder.place}: {self.names[name]!r} has a shape that does not belong to the config"
+            expected = "a shape that is cut by the heads, layers and widths of the config"
+            raise _unlike(what, list(shape), expected) from error
         if dtype not in FLOATS and not name.endswith(NOT_WEIGHTS):
             raise ModelError(
                 "IG420", f"{self.folder.place}: {self.names[name]!r} is no floating-point weight", seen=str(dtype),
@@ -150,6 +142,12 @@ class ForeignCheckpoint:
                 fix="a checkpoint of the weights alone, before they were quantised",
             )  # fmt: skip
         return SourceTensor(tuple(made.shape), lambda: change(self.folder.full(self.names[name])), dtype)
+
+
+def _unlike(
+    what: str, seen: object, expected: str = "the tensors of the model that the config describes"
+) -> ModelError:
+    return ModelError("IG420", what, seen=seen, expected=expected, fix="the config of this checkpoint")
 
 
 def _kind(folder: DcpFolder | ZeroFolder, wanted: str | None) -> tuple[str, str, str, list[str]]:
@@ -269,11 +267,8 @@ def _layer(
             return source.one(name, change)
     found = next((name for name in stacked if name in source.names), stacked[0])
     if source.shape(found)[:1] != (layers,):
-        raise ModelError(
-            "IG420", f"{source.folder.place} has another number of layers than the config",
-            seen=f"{found!r} of the shape {list(source.shape(found))}", expected=f"{layers} layers, stacked",
-            fix="the config of this checkpoint",
-        )  # fmt: skip
+        what = f"{source.folder.place} has another number of layers than the config"
+        raise _unlike(what, f"{found!r} of the shape {list(source.shape(found))}", f"{layers} layers, stacked")
     return source.one(found, lambda t: change(t[number]))
 
 
@@ -331,13 +326,10 @@ def import_dcp(
     about = {"kind": "isograd", "config": dataclasses.asdict(described)}
     with as_ours(f"writing {target}", ""):
         shards = export.plan(about, ours, max_shard_gb, dtype)
-        export.open_new(target, tokenizer)
-        try:
-            keys = export.keys_of(shards)
-            read = (_read(weights, key, shapes).to(widest) for key in dict.fromkeys(keys))
-            export.write(target, shards, export.repeated(keys, read), about, tokenizer)
-        finally:
-            shutil.rmtree(export.draft_of(target), ignore_errors=True)
+    with export.drafted(target, tokenizer, Path(place)):
+        keys = export.keys_of(shards)
+        read = (_read(weights, key, shapes).to(widest) for key in dict.fromkeys(keys))
+        export.write(target, shards, export.repeated(keys, read), about, tokenizer)
     if zero is not None and states is not None:
         _write_states(zero.place, Path(states), described, foreign, shapes)
     return foreign

@@ -105,13 +105,7 @@ class Scoring:
 
 def option(name: str, seen: object, expected: str, fix: str | None = None) -> ContrastiveError:
     """IG970, to be raised: a value of an option of sentence-transformers that CachedInfoNCE does not support."""
-    return ContrastiveError(
-        "IG970",
-        f"CachedInfoNCE does not support this value of {name!r}",
-        seen=seen,
-        expected=expected,
-        fix=fix,
-    )
+    return ContrastiveError("IG970", seen=seen, expected=expected, fix=fix, name=name)
 
 
 def _one_of(name: str, value: str | None, known: Sequence[str | None]) -> None:

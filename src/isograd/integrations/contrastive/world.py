@@ -7,7 +7,8 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.raw import Group
-from isograd.losses.contrastive.losses import NegativesScope, pairing_error
+from isograd.errors import ContrastiveError
+from isograd.losses.contrastive.losses import NegativesScope
 
 
 def world_group() -> Group:
@@ -26,7 +27,8 @@ def count_pairs(towers: list[Tensor], group: Group) -> NegativesScope:
     here = f"rank {group.ranks[group.index]}"
     for rank, (*rows, width) in zip(group.ranks, table, strict=True):
         if len(rows) < 2 or len({*rows}) > 1:
-            raise pairing_error(f"{len(rows)} tower(s) of {rows} rows on rank {rank}", here)
+            raise ContrastiveError("IG960", seen=f"{len(rows)} tower(s) of {rows} rows on rank {rank}", where=here)
         if width != table[0][-1]:
-            raise pairing_error(f"vectors [{table[0][-1]}] on rank {group.ranks[0]}, [{width}] on rank {rank}", here)
+            seen = f"vectors [{table[0][-1]}] on rank {group.ranks[0]}, [{width}] on rank {rank}"
+            raise ContrastiveError("IG960", seen=seen, where=here)
     return NegativesScope(group, tuple(zip(*(rows[:-1] for rows in table), strict=True)))

@@ -32,13 +32,8 @@ def rows_of(inputs: Any) -> int:
     """The number of rows of a tensor, or of the tensors in a dict, tuple or list, which must agree."""
     rows = {len(t) for t in tree.tree_leaves(inputs) if isinstance(t, Tensor) and t.dim()}
     if len(rows) != 1:
-        raise row_count_error(sorted(rows))
+        raise ContrastiveError("IG961", seen=sorted(rows))
     return rows.pop()
-
-
-def row_count_error(seen: object, where: str | None = None) -> ContrastiveError:
-    """IG961, to be raised."""
-    return ContrastiveError("IG961", seen=seen, where=where)
 
 
 def cut(inputs: Any, first: int, rows: int) -> Any:

@@ -60,13 +60,12 @@ from isograd.losses.contrastive.chunks import (
     one_kernel,
     place_rows,
     random_state,
-    row_count_error,
     rows_of,
     set_random_state,
     upcast,
 )
 from isograd.losses.contrastive.first_pass import join_first_pass
-from isograd.losses.contrastive.losses import NegativesScope, PairLoss, pairing_error
+from isograd.losses.contrastive.losses import NegativesScope, PairLoss
 from isograd.nn import MoE
 
 
@@ -186,7 +185,7 @@ class GradientCache:
                 rows.append(rows_of(inputs))
             except ContrastiveError as error:
                 rows.append(-1)
-                problem, error.where = error, self.engine.mesh.describe_rank()
+                problem = ContrastiveError("IG961", seen=error.seen, where=self.engine.mesh.describe_rank())
         return rows, problem
 
     def _pairs(self, towers: Sequence[Any]) -> list[tuple[Encode, Any]]:
@@ -211,9 +210,11 @@ class GradientCache:
         table = torch.stack(raw.gather_list(mine, group)).tolist()
         for rank, counts in zip(group.ranks, table, strict=True):
             if min(counts) < 0:
-                raise problem or row_count_error(f"tower {counts.index(-1)} of rank {rank}", mesh.describe_rank())
+                seen = f"tower {counts.index(-1)} of rank {rank}"
+                raise problem or ContrastiveError("IG961", seen=seen, where=mesh.describe_rank())
             if isinstance(self.loss, PairLoss) and (len(counts) < 2 or counts[0] != counts[1]):
-                raise pairing_error(f"{len(counts)} tower(s) of {counts} rows on rank {rank}", mesh.describe_rank())
+                seen = f"{len(counts)} tower(s) of {counts} rows on rank {rank}"
+                raise ContrastiveError("IG960", seen=seen, where=mesh.describe_rank())
         spots = [mesh.layout.coordinates(rank) for rank in group.ranks]
         by_dp: dict[int, list[int]] = {}
         for rank, spot, rows in zip(group.ranks, spots, table, strict=True):
@@ -265,10 +266,12 @@ class GradientCache:
         group = self.engine.mesh.group("cp tp")
         if self.keep_mb and group.size > 1:
             # Fitting chunks are the first ones. The very last chunk, kept on every rank, is at most one more.
-            mine = torch.tensor([_first_missing(tower) for tower in work], device=self.engine.mesh.device)
+            fitting = [next(n for n in range(tower.chunks + 1) if n not in tower.kept) for tower in work]
+            mine = torch.tensor(fitting, device=self.engine.mesh.device)
             for tower, most in zip(work, torch.stack(raw.gather_list(mine, group)).amin(0).tolist(), strict=True):
                 very_last = tower.chunks - 1 if tower is work[-1] else None
-                tower.kept = {n: vectors for n, vectors in tower.kept.items() if n < most or n == very_last}
+                for number in [n for n in tower.kept if n >= most and n != very_last]:
+                    del tower.kept[number]
 
     def _loss(
         self,
@@ -364,11 +367,6 @@ class GradientCache:
             )
         _refuse_batch_norm(self.engine.model)
         _refuse_balance(self.engine)
-
-
-def _first_missing(tower: _Tower) -> int:
-    """The number of the first chunk without a kept graph."""
-    return next(number for number in range(tower.chunks + 1) if number not in tower.kept)
 
 
 def _my_rows(across: NegativesScope) -> int:

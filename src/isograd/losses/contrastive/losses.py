@@ -63,7 +63,8 @@ class PairLoss(nn.Module):
 
     def _vectors(self, towers: Sequence[Tensor]) -> list[Tensor]:
         """The vectors that are multiplied."""
-        check_pairs(towers)
+        if len(towers) < 2 or len(towers[0]) != len(towers[1]) or any(t.dim() != 2 for t in towers):
+            raise ContrastiveError("IG960", seen=f"{len(towers)} tower(s) of shapes {[tuple(t.shape) for t in towers]}")
         return [F.normalize(t, dim=-1) if self.normalize else t for t in towers]
 
     def _losses(
@@ -211,18 +212,6 @@ class FullBatchLoss(nn.Module):
 def _joined(per_tower: Sequence[Tensor], towers: Sequence[int]) -> Tensor:
     """The rows of these towers, one tower below the other."""
     return per_tower[towers[0]] if len(towers) == 1 else torch.cat([per_tower[t] for t in towers])
-
-
-def check_pairs(towers: Sequence[Tensor]) -> None:
-    """Refuse towers whose queries and documents do not pair up (IG960)."""
-    shapes = [tuple(t.shape) for t in towers]
-    if len(towers) < 2 or len(towers[0]) != len(towers[1]) or any(t.dim() != 2 for t in towers):
-        raise pairing_error(f"{len(towers)} tower(s) of shapes {shapes}")
-
-
-def pairing_error(seen: str, where: str | None = None) -> ContrastiveError:
-    """IG960, to be raised."""
-    return ContrastiveError("IG960", seen=seen, where=where)
 
 
 def row_ids(tokens: Tensor, mask: Tensor | None = None) -> Tensor:

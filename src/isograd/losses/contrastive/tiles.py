@@ -50,6 +50,7 @@ class FalseNegativeMask:
         return hidden
 
 
+@ops.uncompiled
 def pair_losses(
     rows: Tensor,
     columns: Tensor,
@@ -60,12 +61,7 @@ def pair_losses(
     tile: int = TILE,
 ) -> Tensor:
     """My rows [n, d] and my columns [m, d] -> the losses [n] over all ranks' columns. Row i's positive is column i."""
-    return _pair_losses(rows, columns, across, sigmoid, hide, tile)
-
-
-@ops.uncompiled
-def _pair_losses(rows: Tensor, columns: Tensor, *rest: Any) -> Tensor:
-    return _PairLosses.apply(rows, columns, *rest)  # type: ignore[no-any-return, no-untyped-call]
+    return _PairLosses.apply(rows, columns, across, sigmoid, hide, tile)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _PairLosses(torch.autograd.Function):

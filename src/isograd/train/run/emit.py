@@ -129,7 +129,7 @@ def script(kind: str, path: str, dotted: list[str], config: Config, cluster: Clu
     text = {"slurm": SLURM, "torchrun": TORCHRUN, "k8s": K8S}[kind]
     return text.format(
         name=name, nodes=nodes, per_node=per_node, run=run, cpus=cluster.cpus, pod_cpus=cluster.cpus * per_node,
-        time=_time(cluster.time), seconds=_seconds(cluster.time), volume=VOLUME, shm=8 * per_node,
+        time=cluster.time, seconds=_seconds(cluster.time), volume=VOLUME, shm=8 * per_node,
         partition=f"#SBATCH --partition={_word('--partition', cluster.partition)}\n" if cluster.partition else "",
         image=_word("--image", cluster.image), claim=_word("--claim", cluster.claim),
         command=command,
@@ -192,11 +192,6 @@ def _seconds(time: str) -> int:
         )  # fmt: skip
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def _time(time: str) -> str:
-    _seconds(time)
-    return time
 
 
 def _word(option: str, text: str | None) -> str:

@@ -61,12 +61,7 @@ def equal_copies(engine: Engine, step: int) -> None:
     if rank is not None:
         other, unlike, axes = said[rank]
         raise TrainError(
-            "IG984",
-            f"copies of parameters are no longer equal in step {step}",
-            seen=f"rank {rank} and rank {other} differ in {', '.join(unlike)}",
-            expected=f"equal bytes on every rank of {axes!r}",
-            fix="a rank computed or stored something wrong: check its memory, and resume from a checkpoint "
-            "before it; 'isograd verify' says whether the layout's gradients are right",
+            "IG984", seen=f"rank {rank} and rank {other} differ in {', '.join(unlike)}", step=step, axes=axes
         )
 
 

@@ -22,14 +22,13 @@ from isograd.comm.launch import World
 from isograd.elastic import WorkerPool
 from isograd.errors import IsogradError, LaunchError
 from isograd.io import tempdir, terminal
-from isograd.train import journal, resources, run_folder
+from isograd.train import journal, resources, run_folder, texts
 from isograd.train.config import Config
 from isograd.train.loop import RunOptions, RunOutcome, run
 from isograd.train.run.signals import STOPPED, SignalListener
 from isograd.train.run.survive import ENDS_SURVIVAL, survive
 from isograd.train.run.watchdog import STALLED, ended_in_stall, patience, silent_ranks
 from isograd.train.startup import StartupSummary, refuse_data, refuse_early, summarize
-from isograd.train.tasks import prepare
 
 
 def start(config: Config, listener: SignalListener, given: RunOptions, *, force: bool) -> int:
@@ -50,7 +49,7 @@ def start(config: Config, listener: SignalListener, given: RunOptions, *, force:
     refuse_data(config)
     refuse_early(config, resume)
     if config.task != "language":  # a conversation that cannot be learned from is refused before any rank starts
-        prepare(config)
+        texts.prepare(config)
         refuse_data(config)
     if listener.why:
         run_folder.write_exit_code(config.folder, STOPPED)
@@ -125,18 +124,13 @@ def refuse(found: StartupSummary, force: bool) -> None:
         print(f"--force: started although {problem.what}", file=sys.stderr, flush=True)
 
 
-@journal.closed_terminal()
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _said(outcome: RunOutcome) -> int:
     if outcome.code == STOPPED and not outcome.losses:
-        _tell("stopped before the first step; nothing to save")
+        journal.tell("stopped before the first step; nothing to save")
     elif outcome.code:
-        _tell(f"ended after step {outcome.step}: {outcome.why}")
+        journal.tell(f"ended after step {outcome.step}: {outcome.why}")
     if outcome.code and "TORCHELASTIC_RUN_ID" in os.environ:
-        _tell(f"this run's exit code is {outcome.code}; torchrun's own is 1, whatever its ranks end with "
+        journal.tell(f"this run's exit code is {outcome.code}; torchrun's own is 1, whatever its ranks end with "
               f"(a file 'exit-code' in the run's folder holds this run's)")  # fmt: skip
     return outcome.code
 

@@ -10,7 +10,6 @@ again on the same samples, and under the same layout with the same bits.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 from isograd.checkpoint.folder import checkpoints
@@ -47,7 +46,7 @@ def survive(config: Config, options: RunOptions, pool: WorkerPool) -> RunOutcome
                 config, layout = whole, Layout.parse(whole.layout)
                 pool.fill(layout.world_size)
             text = f"no rank joins: {why}" if why else f"ranks have come back: going on as {str(layout)!r}"
-            _tell(text)
+            journal.tell(text)
             notes = (*options.notes, (signals.GROW_EVENT, text))
             options = replace(options, resume="auto", notes=notes, recovery=None, grows=config != whole)
             continue
@@ -62,7 +61,7 @@ def survive(config: Config, options: RunOptions, pool: WorkerPool) -> RunOutcome
         text = "; ".join((_who(attempt, layout), *died, _others(attempt, phases)))
         if without_progress >= config.resilience.tries:
             raise _given_up(text, without_progress, most)
-        _tell(text)
+        journal.tell(text)
         text += f"; {_state_of(config, pool, said)}"
         recovery.done("state written")
         config, layout, how = _next(config, layout, pool, text, anew=attempt.server is not None)
@@ -153,8 +152,3 @@ def _given_up(text: str, times: int, most: int) -> LaunchError:
         fix="what dies at the same place each time is no accident of a machine, but memory or a bug: see the kernel's "
         "log; the same command resumes",
     )  # fmt: skip
-
-
-@journal.closed_terminal()
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -70,14 +70,14 @@ def silent_ranks(folder: Path, limit: float, size: int) -> Callable[[], dict[int
         since = spoke.look(bool(said))
         if not said or (len(said) < size and since < _for_reports(limit)):
             return {}
-        quiet = {rank: said[rank].phase if rank in said else "" for rank in range(size) if not _waits(said.get(rank))}
+        quiet = {
+            rank: said[rank].phase if rank in said else ""
+            for rank in range(size)
+            if rank not in said or not said[rank].waits
+        }
         return quiet if len(quiet) < size else {}
 
     return say
-
-
-def _waits(report: RankReport | None) -> bool:
-    return report is not None and report.waits
 
 
 def _file(folder: Path, rank: int) -> Path:
@@ -117,7 +117,7 @@ class Watchdog:
         self.folder, self.rank, self.size, self.limit = folder / "stalled", rank, size, limit
         self.where, self.hosts = f"rank {rank}", list[str]()
         self.main = threading.main_thread().ident
-        self._phase, self._sign = "joining the other ranks", object()
+        self.phase, self._sign = "joining the other ranks", object()  # what this rank is doing
         self._heartbeat: Heartbeat | None = None
         self.patience = 1.0
         self.before_end: Callable[[], None] = lambda: None  # what the process may still finish
@@ -130,13 +130,8 @@ class Watchdog:
 
     def beat(self, phase: str) -> None:
         """This rank makes progress, and enters `phase`."""
-        self._phase, self._sign = phase, object()
+        self.phase, self._sign = phase, object()
         self.on_phase(phase)
-
-    @property
-    def phase(self) -> str:
-        """What this rank is doing."""
-        return self._phase
 
     def joined(self, where: str, hosts: Sequence[str], heartbeat: Heartbeat | None = None) -> None:
         """All ranks are there; `where` says which one this is, `hosts` on which machine each of them runs.
@@ -199,7 +194,7 @@ class Watchdog:
         others = sorted(set(self.hosts) - {here}) if cut_off else sorted({self.hosts[rank] for rank in silent} - {here})
         between = f"the network between {here} and {_spell(others)}" if others else f"rank {silent[0]} on {here}"
         error = TrainError(
-            "IG979", f"other machines are out of reach, for {seconds:g} s, while {self._phase}",
+            "IG979", f"other machines are out of reach, for {seconds:g} s, while {self.phase}",
             seen=f"{seen}; this rank {self._collective() or 'was not in a collective'}",
             expected="a sign of life from every rank within resilience.network_s",
             fix=f"check {between} (isograd check network); the same command then resumes from the last checkpoint",
@@ -229,7 +224,7 @@ class Watchdog:
         # On a GPU backward runs in threads of its own, and may wait there.
         lines = [line for frame in frames.values() for line in traceback.format_stack(frame)]
         return RankReport(
-            self.where, socket.gethostname(), self._phase, any(file in line for line in lines for file in _WAITS),
+            self.where, socket.gethostname(), self.phase, any(file in line for line in lines for file in _WAITS),
             awaited(), "".join(traceback.format_stack(frames[self.main or 0])).splitlines(),
         )  # fmt: skip
 
@@ -239,7 +234,7 @@ class Watchdog:
         silent = [rank for rank in range(self.size) if rank not in reports or not reports[rank].waits]
         seen, fix = self._findings(reports, silent)
         error = TrainError(
-            "IG980", f"no progress for {self.limit * self.patience:g} s while {self._phase}", seen=seen,
+            "IG980", f"no progress for {self.limit * self.patience:g} s while {self.phase}", seen=seen,
             expected="a step within safety.stall_s on every rank" if self.hosts else f"{self.size} ranks",
             fix=f"{fix}; all stacks are in {self.folder}",
         )  # fmt: skip

@@ -36,6 +36,7 @@ from isograd_verify.record.sketch import dtype_name
 from isograd_verify.tell.findings import listed
 
 HALF = (torch.bfloat16, torch.float16)
+DIFFERENT = 16  # numbers of a tensor, from which on it is no chance that half precision has them all
 
 
 def distinct(candidate: Recording, step: int = 1) -> list[int]:
@@ -101,8 +102,8 @@ def at_once(candidate: Recording, alone: Recording, whole: list[Again], referenc
     then has their loss to rounding: with a batch norm or a balance loss it has not. Right gradients are left out."""
     weights_stayed(candidate, alone, whole)
     limit, factor = _limit(whole[0]), own_factor(alone)
-    sums = [value for one in whole for value in one.record.group(one.step, "sum").values()]
-    if limit > tolerances.LIMITS["float32"][1] or any(_in_half(value) for value in sums):
+    kept = [value for one in whole for value in one.record.group(one.step, "final").values()]
+    if limit > tolerances.LIMITS["float32"][1] or any(map(in_half, kept)):
         return {}
     losses = [float(v) for r in candidate.ranks for name, v in r.tensors(1).items() if name.startswith("root/")]
     if max(losses) - min(losses) <= limit * max(map(abs, losses)):
@@ -119,9 +120,10 @@ def at_once(candidate: Recording, alone: Recording, whole: list[Again], referenc
     return found
 
 
-def _in_half(value: Tensor) -> bool:
-    """Whether a gradient of another dtype was computed in half precision: all of its numbers are such ones."""
-    return bool(value.count_nonzero()) and any(torch.equal(value.to(half).to(value.dtype), value) for half in HALF)
+def in_half(value: Tensor) -> bool:
+    """Whether a gradient of another dtype was computed in half precision: all of its numbers are such ones, and many
+    different ones, for 0.25 or 1 are so by chance."""
+    return any(torch.equal(value.to(half).to(value.dtype), value) for half in HALF) and len(value.unique()) >= DIFFERENT
 
 
 def other_terms(candidate: Recording, whole: list[Again]) -> list[str]:

@@ -103,6 +103,16 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
     return found
 
 
+def in_every_call(own: RankRecord, calls: list[RankRecord], step: int, scale: dict[str, float]) -> float:
+    """The one factor of all backwards of a loss of which every call is known. `own`: those of a rank, which are a step
+    of the program's by itself."""
+    terms_of = _labels if own.of(LabelWeight, step) else _means
+    found = _by_terms(terms_of(own, step), [terms_of(call, step) for call in calls], 1.0, scale)
+    if not all(same_factor(found[0], share) for share in found):
+        raise NoReference(SEVERAL, SAME_DATA)
+    return found[0]
+
+
 def counts_all(alone: Recording, again: list[Again]) -> None:
     """Given the rows of all ranks, labels weigh together what those of a first step do, or each what each does there:
     else the program divides by a number that it has counted before, in fewer rows."""

@@ -23,8 +23,11 @@ from isograd_verify.judge.clips import clipped
 from isograd_verify.judge.contributions import Fit, fit
 from isograd_verify.record.events import (
     REDUCING,
+    Backward,
     Collective,
+    Event,
     ForwardInputs,
+    Input,
     Key,
     LabelWeight,
     Parameter,
@@ -216,8 +219,30 @@ class Analysis:
         sets: dict[str, list[int]] = defaultdict(list)
         for rank in self.holders(name):
             info = self.first[rank].get(name, self.about[rank][name])
-            sets[repr(info.box) if info.box is not None else info.before].append(rank)
+            same = repr(info.box) if info.box is not None else info.before
+            while self.stages and any({rank, other} in self.stages for other in sets[same]):
+                same += "'"
+            sets[same].append(rank)
         return [tuple(ranks) for ranks in sets.values()]
+
+    @cached_property
+    def stages(self) -> list[set[int]]:
+        """Pairs of ranks that began with one seed and hold two stages of a pipeline all the same: one sends something
+        to the other between its forward and its backward, and nothing sums over both."""
+        pairs, summed = list[set[int]](), list[set[int]]()
+        for record in self.recording.ranks:
+            sent, called = list[set[int]](), False
+            for event in record.of(Event, self.step):
+                called |= isinstance(event, Input)
+                if isinstance(event, Backward):
+                    pairs += [pair for pair in sent if pair not in pairs]
+                elif isinstance(event, Collective) and event.op in REDUCING:
+                    summed.append(set(event.group))
+                elif isinstance(event, Collective) and event.op == "send" and event.phase == "other" and called:
+                    sent.append({record.rank, event.peer})
+        held = [{name: about.before for name, about in first.items()} for first in self.first]
+        alike = [pair for pair in pairs if len({repr(held[rank]) for rank in pair}) == 1]
+        return [pair for pair in alike if not any(pair <= ranks for ranks in summed)]
 
     def replicas_of(self, name: str, rank: int) -> set[int]:
         """The ranks that hold the same part of a parameter as this one."""

@@ -36,7 +36,7 @@ class Row:
     hides: frozenset[str] = DRIFT  # of the findings in the same program
     spoils: frozenset[str] = frozenset()  # of the findings of a comparison: gradients differ in no pattern of their own
     on_purpose: bool = False  # some programs do so on purpose: gradients equal to the reference's clear it
-    its_tensors: bool = False  # whatever else is found of its own tensors follows from it
+    its_tensors: frozenset[str] = frozenset()  # of what is found of its own tensors, what follows from it; "*": all
     factor_only: bool = False  # it explains a factor between gradients, and no other difference
     knows_line: bool = False  # the check without a reference knows the line of the program, comparing does not
 
@@ -48,8 +48,8 @@ CONSEQUENCES: dict[str, Row] = {
     "norm-dropout-rng": Row(hides=LATER_STEPS, spoils=NO_PATTERN, on_purpose=True),
     "same-data": Row(hides=DRIFT | {"norm-dropout-rng"}),  # such ranks' activations are not to be equal
     **dict.fromkeys(UNREDUCED, Row(hides=DRIFT | {"clip-per-rank"})),
-    "copies-begin-apart": Row(its_tensors=True),  # a gradient of one rank's own counts n times an average's
-    "cut-graph": Row(spoils=NO_PATTERN, on_purpose=True, knows_line=True),
+    "copies-begin-apart": Row(its_tensors=frozenset("*")),  # a gradient of one rank's own counts n times an average's
+    "cut-graph": Row(spoils=NO_PATTERN, its_tensors=frozenset({"divided-twice"}), on_purpose=True, knows_line=True),
     "score-partial": Row(hides=DRIFT | {"clip-per-rank"}, spoils=NO_PATTERN),
     **dict.fromkeys(
         ("aux-times-world", "aux-times-micro", "aux-over-dp"),
@@ -90,7 +90,11 @@ def without_consequences(found: list[Finding]) -> list[Finding]:
 
 
 def _of_its_tensors(found: Finding, causes: list[Finding]) -> bool:
-    return any(found.bug != one.bug and found.tensors and set(found.tensors) <= set(one.tensors) for one in causes)
+    return any(
+        found.bug != one.bug and found.tensors and set(found.tensors) <= set(one.tensors)
+        for one in causes
+        if row(one.bug).its_tensors & {found.bug, "*"}
+    )  # fmt: skip
 
 
 def spoilt(found: Finding, others: Iterable[Finding]) -> bool:

@@ -117,6 +117,7 @@ class Collective(Event):
     n: int
     op: str
     group: tuple[int, ...]
+    peer: int = -1  # to which rank a send goes
     dtype: str = ""
     numel: int = 0
     bytes: int = 0
@@ -263,6 +264,7 @@ class Carried(Event):
     kind: ClassVar[str] = "carried"
     name: str
     began: str  # its hash when it was first seen
+    own: str  # before the call that used it; then a wrapper may have made it that of rank 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,6 +332,21 @@ class ForwardInputs(Event):
     forward: int
     tensors: dict[str, GivenTensor]
     reached: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged(Event):
+    """A gradient came back to what a call of a part of the model made, told before it goes on: digests of what that was
+    given and made. In the step's file stand what the call's backward gives on one device: sums over calls under
+    `one/NAME`, sketches under `stage/CALL/`. `why`: that of the step could not be computed."""
+
+    kind: ClassVar[str] = "staged"
+    call: int  # in this step
+    site: str
+    given: tuple[str, ...] = ()
+    made: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # of its parameters
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from isograd_verify.compare.chained import chained, piped
 from isograd_verify.compare.combined import (
     at_once,
     combine,
@@ -34,7 +35,8 @@ from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, 
 from isograd_verify.compare.states import carried, local, moved, moving, step_of
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.clips import bound
-from isograd_verify.record.events import Backward, Lost, Step
+from isograd_verify.judge.consequences import without_consequences
+from isograd_verify.record.events import Backward, Collective, Lost, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
@@ -50,6 +52,10 @@ TOGETHER = (
 OWN_TERM = (
     "step 1: given the rows of all ranks in one batch, one device has another term of the loss at {}: it is no mean "
     "over rows (a balance loss, a statistic of a batch), each rank takes it over its own rows, and it is judged so"
+)
+CHAINED = (
+    "one device computed each stage of the pipeline by itself, from what the stage was given: what stages send one "
+    "another is what one device makes"
 )
 MORE_STEPS = "let the program take more steps, or record a run on one device with the same data and compare the two"
 
@@ -74,12 +80,15 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
     try:
         candidate = Recording(directory)
         one = WorldOfOne(candidate, single_rank(command), stall, replay)
-        reference, again = _reference(one)
+        candidate, reference, again = _pair(one)
+        chain = candidate is not one.candidate
         together = bool(reference.about.get("together"))  # then labels may be numbers of rows, and data are known
-        beside = compare(reference, candidate, ignore_data=together)
+        beside = compare(reference, candidate, ignore_data=together or chain)
         beside.findings += [Finding(NOTE, "", TOGETHER)] if together else []
+        beside.findings += [Finding(NOTE, "", CHAINED)] if chain else []
         if beside.verdict != BUG:
-            beside.findings += _carried(one, again, beside.errors)
+            told = [*beside.findings, *_carried(one, again, beside.errors)]
+            beside.findings = without_consequences(told)
         if beside.verdict == PASS and "1" in reference.about.get("again", {}):
             micros = [fed.micro for fed in again if fed.of == 1 and fed.rank == 0]
             beside.findings += _at_once(one, reference, micros, beside.errors)
@@ -183,6 +192,21 @@ class WorldOfOne:
         return found
 
 
+def _pair(alone: WorldOfOne) -> tuple[Recording, Recording, list[Again]]:
+    """(what is compared, one device's steps, the backwards that were done again for them)."""
+    candidate = alone.candidate
+    if not piped(candidate):
+        return candidate, *_reference(alone)
+    try:
+        reference, renamed = chained(candidate)
+        return renamed, reference, []
+    except NoReference as error:
+        try:
+            return candidate, *_reference(alone)
+        except NoReference as other:
+            raise NoReference(f"{error.why}; and in a world of one: {other.why}", error.fix) from other
+
+
 def _reference(alone: WorldOfOne) -> tuple[Recording, list[Again]]:
     """(one device's steps, the backwards that were done again for them)."""
     candidate = alone.candidate
@@ -204,6 +228,8 @@ def _reference(alone: WorldOfOne) -> tuple[Recording, list[Again]]:
             break
         again += more
         if first is None:
+            if piped(candidate) and (sent := next((e for e in one.ranks[0].of(Collective, 1) if e.op == "send"), None)):
+                raise NoReference(f"at {sent.site} a stage of the program sends something to itself", SAME_DATA)
             one_model(one, candidate)
             first, natural = one, saw_the_same(one, candidate)
             if not natural and not any(step == 1 for *_, step in queue):

@@ -7,8 +7,6 @@ the state of the random generators, and what modules carry from step to step (`s
 
 from __future__ import annotations
 
-import random
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +15,8 @@ from torch import Tensor, nn
 
 from isograd_verify.record.sketch import digest
 from isograd_verify.watch import foreign
+from isograd_verify.watch.randomness import generators
+from isograd_verify.watch.stages import Stages
 from isograd_verify.watch.variables import found, variables, walk
 
 if TYPE_CHECKING:
@@ -68,13 +68,17 @@ class Calls:
         self.last = {GRAPH: (0, -1, -1), CACHE: (0, -1, -1)}  # of each kind the last call: step, micro-batch, number
         self.began: dict[str, str] = {}  # what modules carry, when it was first seen
         self.cached = 0  # bytes of calls without a graph: together no more than those of one call
+        self.stages = Stages(capture)
         capture.beside = True
         capture.hooks.wrap(nn.Module, "__call__", self._called)
         capture.hooks.wrap(torch.autograd, "backward", self._backward)
 
     def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kind := outermost(self.capture, module):
+        kind = outermost(self.capture, module)
+        if kind:
             self.capture.guarded(self._keep, "calls")(kind, module, args, kwargs)
+        if kind == GRAPH:
+            return self.stages.called(original, module, args, kwargs)
         return original(module, *args, **kwargs)
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,25 +152,3 @@ def _filled(part: Tensor, sizes: list[int]) -> Tensor:
     whole = part.new_zeros(len(part), *sizes)
     whole[tuple(slice(size) for size in part.shape)] = part
     return whole
-
-
-def generators() -> dict[str, Tensor]:
-    """The state of the random generators: torch's, for masks of dropout, Python's and numpy's, for data."""
-    states = {"generator/cpu": torch.get_rng_state(), "generator/python": torch.tensor(random.getstate()[1])}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["generator/cuda"] = torch.cuda.get_rng_state()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        _, words, place, *_ = numpy.random.get_state()
-        states["generator/numpy"] = torch.tensor([*map(int, words), place])
-    return states
-
-
-def set_generators(states: dict[str, Tensor]) -> None:
-    """The random generators go on from states that `generators` told."""
-    torch.set_rng_state(states["generator/cpu"])
-    random.setstate((3, tuple(states["generator/python"].tolist()), None))
-    if "generator/cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["generator/cuda"])
-    if "generator/numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        *words, place = states["generator/numpy"].tolist()
-        numpy.random.set_state(("MT19937", words, place))

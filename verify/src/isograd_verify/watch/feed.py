@@ -25,7 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from isograd_verify.io.untrusted import CONFIG, read_json
 from isograd_verify.record.recording import BEHIND, WEIGHTS, load
 from isograd_verify.watch import foreign
-from isograd_verify.watch.calls import CACHE, GRAPH, file_of, joined, outermost, set_generators, states, total
+from isograd_verify.watch.calls import CACHE, GRAPH, file_of, joined, outermost, states, total
+from isograd_verify.watch.randomness import set_generators
 from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.steps import Steps
 from isograd_verify.watch.variables import found

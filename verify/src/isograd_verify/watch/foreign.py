@@ -293,6 +293,14 @@ def imagined(values: Any) -> bool:
     return isinstance(values, (list, tuple)) and any(map(imagined, values))
 
 
+def infers_shapes() -> bool:
+    """Whether a schedule of torch's pipelining calls a stage, or the loss, to learn shapes and nothing else."""
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_name.endswith(("_metadata_inference", "_shape_inference")):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 def functional() -> bool:
     """Whether a transform of torch.func (grad, vjp, vmap) is under way."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -97,6 +97,7 @@ class Recorder(Life):
         self.cleared = 0  # the first micro-batch since the program threw gradients away without a step
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # as they were made
         self.belongs = WeakTensorKeyDictionary()  # parameters that some optimizer was given
+        self.posted = False  # something was sent or received outside of a model's forward and backward
         self.beside = False  # another run is to be compared with this one, call by call (calls.py, feed.py)
         self.unsettled = False  # an optimizer has stepped, and another one may before the next forward
         self.inside_engine = 0  # steps of engines under way
@@ -125,11 +126,14 @@ class Recorder(Life):
             return "backward"
         return "step" if self.stepping else "forward" if self.stack else "other"
 
-    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str) -> Collective:
+    def collective(
+        self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str, peer: int = -1
+    ) -> Collective:
         """Notes a collective."""
         self.numbers += 1
         self.groups.append(ranks)
         phase = self.phase()
+        self.posted |= op in ("send", "recv") and phase == "other"
         local = [foreign.local(t) for t in tensors]
         covers: set[str] = set()
         if op in REDUCING:
@@ -140,7 +144,7 @@ class Recorder(Life):
             self.snapped = False  # the clip came before the sum: gradients are what the sum leaves
         module = self.behind if phase == "backward" else self.stack[-1] if self.stack else ""
         call = Collective(
-            *self.now, n=self.numbers, op=op, group=ranks, dtype=dtype_name(local[0]) if local else "",
+            *self.now, n=self.numbers, op=op, group=ranks, peer=peer, dtype=dtype_name(local[0]) if local else "",
             numel=sum(t.numel() for t in local), bytes=sum(t.numel() * t.element_size() for t in local),
             start=time.time() - self.began, phase=phase, module=module, site=call_site(self.base),
             covers=tuple(sorted(covers)), passed=self.backwards, reduce=reduce, inside=self.in_function > 0,
@@ -233,7 +237,9 @@ class Recorder(Life):
     def contribution(self, name: str, gradient: Tensor, box: foreign.Box | None = None) -> None:
         """What this backward adds to a parameter on this rank, before communication. `box`: of a DTensor's part."""
         local = foreign.local(gradient)
-        micro = self.micro + (1 if self.in_function else 0)  # in a Function's forward: before its backward
+        if not self.backing and self.last_step_at == self.backwards:  # torch.autograd.grad, and nothing else: a
+            self.backwards += 1  # pipeline's schedule that cuts backward in two
+        micro = max(self.micro + (1 if self.in_function else 0), 0)  # in a Function's forward: before its backward
         # Checkpointed modules arrive once per use: later arrivals in one backward are contributions of their own.
         use = next(i for i in count() if f"part/{key(micro, i)}/{name}" not in self.tensors)
         self.tensors[f"part/{key(micro, use)}/{name}"] = sketch(local)

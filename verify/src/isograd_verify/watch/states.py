@@ -31,7 +31,7 @@ class States:
     def __init__(self, capture: Recorder) -> None:
         self.capture, self.flows = capture, Flows()
         self.began: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # hashes, as first seen
-        self.seen: list[tuple[str, str, Tensor]] = []  # of each mark: name, hash at first, contents
+        self.seen: list[tuple[str, str, str, Tensor]] = []  # of each mark: name, hash at first, own hash, contents
         self.variables: dict[str, str] = {}  # the same of the program's functions
         self.rows: set[int] = set()  # sizes along which the rows of a batch may lie
 
@@ -40,15 +40,17 @@ class States:
         given = foreign.tensors_in(args)
         self.rows = {n for t in given for n in row_sizes(t.shape, dtype_name(t))} or self.rows
         name, began = self.capture.modules.get(module) or type(module).__name__, self.began.setdefault(module, {})
+        inside = self.capture.modules.get(module, "")
         for key, value in (*module._buffers.items(), *vars(module).items()):
-            self._look(f"{name}.{key}", key, value, began)
+            own = self.capture.buffers.get(f"{inside}.{key}".lstrip("."), "")  # before a wrapper made it rank 0's
+            self._look(f"{name}.{key}", key, value, began, own)
         # Python keeps what it has told of a function's variables, and so their tensors, until the function ends.
         for place, values in variables() if self.capture.beside and not self.capture.stack else ():
             for key, value in values.items():
                 if not any(value is t for t in given):
                     self._look(key, f"{place}/{key}", value, self.variables)
 
-    def _look(self, name: str, key: str, value: Any, began: dict[str, str]) -> None:
+    def _look(self, name: str, key: str, value: Any, began: dict[str, str], own: str = "") -> None:
         if type(value) is not Tensor or value.requires_grad or not value.is_floating_point():
             return
         if not 0 < value.numel() <= MOST_ELEMENTS or self.rows & {*value.shape} or foreign.imagined(value):
@@ -57,7 +59,7 @@ class States:
         first = began.setdefault(f"{key} {tuple(value.shape)}", hashed)  # a table that grows with the rows is no mean
         if hashed != first:
             self.flows.mark(value, {len(self.seen): CUT})
-            self.seen.append((name, first, value.detach().clone()))
+            self.seen.append((name, first, own or hashed, value.detach().clone()))
 
     def carry(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator was run. A batch norm that trains is given its statistics and does not use them."""
@@ -76,9 +78,9 @@ class States:
     def begin(self, roots: list[Tensor]) -> None:
         """A backward begins with these."""
         for number in self.flows.of(strided(roots)):
-            name, began, value = self.seen[number]
+            name, began, own, value = self.seen[number]
             self.capture.tensors[f"carried/{name}"] = sketch(value)
-            self.capture.event(Carried(*self.capture.now, name=name, began=began))
+            self.capture.event(Carried(*self.capture.now, name=name, began=began, own=own))
 
     def clear(self) -> None:
         """A step is over."""

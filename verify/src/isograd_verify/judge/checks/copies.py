@@ -88,21 +88,25 @@ def carried(analysis: Analysis) -> Iterator[Finding]:
     """What modules carry from step to step is one on all data ranks where a loss is made from it."""
     ranks, records = analysis.all_ranks, analysis.recording.ranks
     held = [record.group(analysis.step, "carried") for record in records]
-    began = [{e.name: e.began for e in record.of(Carried, analysis.step)} for record in records]
+    began, own = (
+        [{e.name: vars(e)[k] for e in r.of(Carried, analysis.step)} for r in records] for k in ("began", "own")
+    )
     whole = all(analysis.covered(name) or len(analysis.replica_sets(name)) == 1 for name in analysis.names)
     summed = any(set(ranks) <= set(event.group) for event in reductions(analysis))
     if not any(held) or not whole or not summed or not _data_ranks(analysis, ranks) or _exchange(analysis, ranks):
         return
+    alike = [name for name in held[0] if all(began[0][name] == of.get(name) for of in began)]
     apart = [
-        name for name, one in held[0].items()
-        if all(began[0][name] == own.get(name) for own in began)
-        and any(float((of[name] - one).norm()) > tolerances.START * float(one.norm()) for of in held)
+        name for name in alike
+        if any(float((of[name] - held[0][name]).norm()) > tolerances.START * float(held[0][name].norm()) for of in held)
     ]  # fmt: skip
-    if apart:
+    taken = [] if apart else [name for name in alike if len({of[name] for of in own}) > 1]
+    if apart or taken:
+        how = "until all get that of one rank" if taken else "or each is to have its own"
         sentence = (
-            f"step {analysis.step}: {listed(apart)} began equal, changes from step to step and differs between "
-            f"{spell(ranks)}, and the loss is made from it: each rank's is made from its own rows, one device's from "
-            "all rows; or each is to have its own"
+            f"step {analysis.step}: {listed(apart or taken)} began equal, changes from step to step and differs "
+            f"between {spell(ranks)}, and the loss is made from it: each rank's is made from its own rows, one "
+            f"device's from all rows; {how}"
         )
         names = tuple(n for n in analysis.names if analysis.info(n).gradient)
         axis = axis_over(analysis.recording, ranks)

@@ -1,0 +1,47 @@
+"""Programs of other tests on imagined cards: on a stream, with results in the host's memory, and without a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from . import run
+from .world import are_real
+
+
+def on_host(value: Any) -> Any:
+    """A copy of a result in which every tensor lies in the host's memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if is_dataclass(value):
+        return type(value)(**{f.name: on_host(getattr(value, f.name)) for f in fields(value)})
+    if isinstance(value, dict):
+        return {name: on_host(one) for name, one in value.items()}
+    return type(value)(map(on_host, value)) if isinstance(value, list | tuple) else value
+
+
+def on_stream(stream: str, program: Callable[..., Any], *args: Any) -> Any:
+    """What a program returns, all of it on the default stream or on one of the user's own."""
+    with torch.cuda.stream(torch.cuda.Stream()) if stream == "own" else nullcontext():
+        return on_host(program(*args))
+
+
+def values(ranks: int, stream: str, program: Callable[..., Any], *args: Any, join: bool = False) -> list[Any]:
+    """Of all ranks, which have no error and no fault. `join`: as `run` takes it; else isograd joins the world."""
+    results = run(on_stream, ranks, stream, program, *args, join=join, seconds=60, limit=180)
+    assert not any(result.error for result in results), "\n".join(result.error for result in results)
+    faults = sorted({str(finding) for result in results for finding in result.faults})
+    assert not faults, "\n".join(faults[:10])
+    if not are_real():
+        assert all("nccl:" in " ".join(result.launches) for result in results), "nothing has travelled between cards"
+    return [result.value for result in results]
+
+
+def some(*fast: tuple[Any, ...], slow: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    """Cases of every push, and cases of `make full`."""
+    return [*fast, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
