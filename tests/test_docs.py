@@ -101,11 +101,7 @@ def test_a_page_agrees_only_with_what_it_shows(shown: str, printed: str, equal: 
 def test_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path, monkeypatch, worlds) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    if page.stem == "verify":  # its first case is shown on another page, and its first program is in the repository
-        shown = r"<!-- file: my_case.py -->\n```python\n(.*?)\n```"
-        case = re.search(shown, (DOCS / "prove-your-own.md").read_text(), re.DOTALL)
-        assert case is not None
-        (tmp_path / "my_case.py").write_text(case[1])
+    if page.stem == "verify":  # its first program is in the repository
         (tmp_path / "examples").symlink_to(ROOT / "examples")
     run = as_a_process if page.stem in SLOW else Here(worlds, monkeypatch)
     blocks = BLOCK.findall(page.read_text())

@@ -104,7 +104,7 @@ def test_one_flipped_bit_is_found_at_every_stage_before_the_step_overwrites_it(w
 
 
 def test_a_flip_in_a_step_that_is_not_compared_is_found_later_only_at_zero_0(worlds) -> None:
-    """The table of docs/corruption.md: at ZeRO 1 and 2 the step writes the owner's rows into all copies."""
+    """docs/corruption.md: at ZeRO 1 and 2 the step writes the owner's rows into all copies."""
     ours, theirs = worlds(2).run(flips, True)
     assert ours == theirs
     assert len(ours) == 12
