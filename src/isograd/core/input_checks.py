@@ -192,22 +192,10 @@ class InputChecks:
             words = layer.describe()
             mine[isinstance(layer, ScoreCheck)].extend([words] if words else [])
         notes = all_gather_object([self.mesh.describe_rank(), *mine], self.mesh)
-        found = [f"{where} was given {' and '.join(ids)}" for where, ids, _ in notes if ids]
-        if not found:
-            self._refuse_scores([(where, scores) for where, _, scores in notes if scores])
-        raise ModelError(
-            "IG417",
-            seen="; ".join(found[:4]) + (f"; and {len(found) - 4} more ranks" if len(found) > 4 else ""),
-            where=self.mesh.describe_rank(),
-        )
-
-    def _refuse_scores(self, found: list[tuple[str, list[str]]]) -> None:
-        shown = [f"{where}: {', '.join(scores[:4])}" for where, scores in found]
-        raise ModelError(
-            "IG455",
-            seen="; ".join(shown[:4]) + (f"; and {len(shown) - 4} more ranks" if len(shown) > 4 else ""),
-            where=self.mesh.describe_rank(),
-        )
+        of_ids = [f"{where} was given {' and '.join(ids)}" for where, ids, _ in notes if ids]
+        found = of_ids or [f"{where}: {', '.join(scores[:4])}" for where, _, scores in notes if scores]
+        seen = "; ".join(found[:4]) + (f"; and {len(found) - 4} more ranks" if len(found) > 4 else "")
+        raise ModelError("IG417" if of_ids else "IG455", seen=seen, where=self.mesh.describe_rank())
 
 
 def _leaves(value: Any) -> Iterator[Tensor | Key | float | str]:

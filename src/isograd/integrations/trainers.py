@@ -20,8 +20,8 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.checkpoint import CheckpointManager
 from isograd.comm.consensus import all_gather_object
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
@@ -39,7 +38,7 @@ from isograd.hf import attach, shard
 from isograd.hf.export import export_hf
 from isograd.hf.losses import KEYS
 from isograd.integrations.log_probs import has_loss_of_log_probs, share_log_probs
-from isograd.integrations.optimizer import EngineOptimizer, on_shards
+from isograd.integrations.optimizer import EngineOptimizer, load_state, on_shards, save_state, whole
 from isograd.integrations.shared_rows import (
     cut_whole_model,
     cuts_model,
@@ -427,14 +426,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
 
     # -- files
 
-    @contextmanager
-    def _full_parameters(self) -> Iterator[None]:
-        """Every parameter whole on this rank; at ZeRO 3 all ranks come here together."""
-        if isinstance(self.optimizer, EngineOptimizer):
-            with self.engine.full_parameters():
-                yield
-        else:
-            yield
+    def _full_parameters(self) -> AbstractContextManager[Any]:
+        return whole(self.engine if isinstance(self.optimizer, EngineOptimizer) else None)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """The Trainer's; of a model that tp or ep cuts, `ig.checkpoint.export_hf` into the folder."""
@@ -455,9 +448,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             super()._load_from_checkpoint(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        keeper = CheckpointManager(Path(output_dir) / FOLDER, self.engine, keep_last=1)
-        keeper.save(self.state.global_step, {"scheduler": self.lr_scheduler.state_dict()})
-        keeper.close()
+        extra = {"scheduler": self.lr_scheduler.state_dict()}
+        save_state(self.engine, Path(output_dir) / FOLDER, self.state.global_step, extra)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -473,11 +465,9 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         if not there:
             warnings.warn(f"isograd: {Path(checkpoint).name} has weights only: the optimizer starts anew", stacklevel=2)
             return
-        keeper = CheckpointManager(place, self.engine, keep_last=1)
-        found = keeper.load("auto")
-        keeper.close()
+        found = load_state(self.engine, place)
         assert found is not None, "a folder of a checkpoint without one"
-        self.lr_scheduler.load_state_dict(found.extra["scheduler"])
+        self.lr_scheduler.load_state_dict(found["scheduler"])
 
 
 def _rates_of_adafactor(schedule: Any) -> list[Any]:

@@ -241,12 +241,8 @@ def _made(value: Any, *names: str) -> dict[Any, Any]:
 
 def _numbers(value: Any) -> tuple[int, ...]:
     """A torch.Size."""
-    (numbers,) = (
-        value.args
-        if isinstance(value, PickledObject) and value.name == "torch.Size" and len(value.args) == 1
-        else ((),)
-    )
-    if not isinstance(value, PickledObject) or not isinstance(numbers, tuple) or len(numbers) > 16:
+    is_size = isinstance(value, PickledObject) and value.name == "torch.Size" and len(value.args) == 1
+    if not is_size or not isinstance(numbers := value.args[0], tuple) or len(numbers) > 16:
         raise RefusedOpcode("no size where one should be")
     if not all(map(_is_number, numbers)):
         raise RefusedOpcode("a size that is no list of numbers")
