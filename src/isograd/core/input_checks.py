@@ -108,19 +108,15 @@ class InputChecks:
         self._layers = [w for module in model.modules() for w in vars(module).values() if isinstance(w, kinds)]
         self._evaluating = False
         self._digest: Tensor | None = None
-        self._take_over(model)
+        for number, hook in list(model._forward_pre_hooks.items()):  # of the same model, or one that it is a copy of
+            if isinstance(getattr(hook, "__self__", None), InputChecks):
+                del model._forward_pre_hooks[number]
+                model._forward_pre_hooks_with_kwargs.pop(number, None)
         # The ranks that must be given equal tensors.
         self.peers = "cp tp" if getattr(model, "cuts_batches", False) else "tp"
         if mesh.size(self.peers) > 1:
             model.register_forward_pre_hook(self._called, with_kwargs=True)
         self.clear()
-
-    def _take_over(self, model: nn.Module) -> None:
-        """Remove the hook of an Inputs of the same model (or of the model that it is a copy of)."""
-        for number, hook in list(model._forward_pre_hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), InputChecks):
-                del model._forward_pre_hooks[number]
-                model._forward_pre_hooks_with_kwargs.pop(number, None)
 
     @uncompiled
     @torch.no_grad()

@@ -123,8 +123,8 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's, of any exception that ends the fit. One of a lost connection names the rank that has ended."""
         super().on_exception(exception)
-        engine = self.engine
-        if engine is not None and not engine.step_state.already_discarded and not _is_over(self.lightning_module):
+        engine, over = self.engine, self.lightning_module.trainer.fit_loop.done  # no rank waits behind the last step
+        if engine is not None and not engine.step_state.already_discarded and not over:
             engine.step_state.fail(exception)
             _left[self.lightning_module] = engine
         if self._loop is not None:
@@ -264,11 +264,6 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
 
 _left: WeakKeyDictionary[Any, Engine] = WeakKeyDictionary()  # by module: of a fit that an exception ended in a step
-
-
-def _is_over(module: Any) -> bool:
-    """Whether the fit that an exception ends has taken its last step, so that no rank waits in one."""
-    return bool(module.trainer.fit_loop.done)
 
 
 def _has(trainer: Any, *names: str) -> bool:

@@ -206,7 +206,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._loss_before, self._waiting = None, []
         if isinstance(self.optimizer, EngineOptimizer):  # a further train()
-            self._refuse_taken_over()
+            if getattr(self.model, "_isograd_trained_by", None) != id(self.engine):
+                raise IntegrationError("IG858", where=self.mesh.describe_rank())
             self.engine.discard()
         self.is_distributed_loading_by_transformers = True  # the path of models that reduce by themselves
         try:
@@ -235,10 +236,6 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         """Nothing: the engine made the copies equal, and sums their gradients."""
-
-    def _refuse_taken_over(self) -> None:
-        if getattr(self.model, "_isograd_trained_by", None) != id(self.engine):
-            raise IntegrationError("IG858", where=self.mesh.describe_rank())
 
     # -- sequences that are cut
 

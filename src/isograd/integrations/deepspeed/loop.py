@@ -376,7 +376,12 @@ class LoopEngine(nn.Module):
             )
             return None, None
         place = place / self._name_of(tag)
-        self._refuse_foreign(place)
+        there, foreign = all_gather_object([(place / FOLDER).is_dir(), any(place.glob("*_states.pt"))], self.mesh)[0]
+        if not there:
+            raise IntegrationError(
+                "IG860", seen="DeepSpeed's files, which are pickles" if foreign else f"no folder {FOLDER!r} in it",
+                place=place.name, where=self.mesh.describe_rank(),
+            )  # fmt: skip
         if load_module_only or not load_optimizer_states:
             self._load_weights(place / FOLDER)
             return str(place), {}
@@ -402,14 +407,6 @@ class LoopEngine(nn.Module):
         if not isinstance(tag, str) or tag in ("", ".", "..") or Path(tag).name != tag:
             _refuse(f"the tag {tag!r} of a checkpoint", "the name of a folder, without a path", self.mesh)
         return tag
-
-    def _refuse_foreign(self, place: Path) -> None:
-        there, foreign = all_gather_object([(place / FOLDER).is_dir(), any(place.glob("*_states.pt"))], self.mesh)[0]
-        if not there:
-            raise IntegrationError(
-                "IG860", seen="DeepSpeed's files, which are pickles" if foreign else f"no folder {FOLDER!r} in it",
-                place=place.name, where=self.mesh.describe_rank(),
-            )  # fmt: skip
 
 
 NOT_HERE = {"train_batch", "eval_batch", "save_16bit_model", "save_fp16_model", "allreduce_gradients"}
