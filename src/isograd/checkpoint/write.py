@@ -168,7 +168,11 @@ def finish(job: SaveJob, moved: Callable[[], None]) -> None:
     for record in records:
         for note in json.loads(record.read_bytes()):
             notes.append(note)
-            _refuse_other_size(job.place / note["file"], note["bytes"])
+            path, written = job.place / note["file"], note["bytes"]  # what another rank has written and read again
+            with open_to_read(path) as file:
+                size = file.seek(0, os.SEEK_END)
+            if size != written:
+                raise CheckpointError("IG945", seen=f"{size:,} bytes instead of {written:,}", path=path)
             moved()
     merged = merge(notes, job.head)
     folders.before_manifest(job.folder, job.place, job.step)
@@ -184,11 +188,3 @@ def finish(job: SaveJob, moved: Callable[[], None]) -> None:
         folders.mark_best(job.folder, job.best)
     folders.prune(job.folder, job.keep_last, job.keep_every)
     job.phase("pruned")
-
-
-def _refuse_other_size(path: Place, written: int) -> None:
-    """What another rank has written and read again is what this rank sees."""
-    with open_to_read(path) as file:
-        size = file.seek(0, os.SEEK_END)
-    if size != written:
-        raise CheckpointError("IG945", seen=f"{size:,} bytes instead of {written:,}", path=path)

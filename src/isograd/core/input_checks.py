@@ -108,19 +108,15 @@ class InputChecks:
         self._layers = [w for module in model.modules() for w in vars(module).values() if isinstance(w, kinds)]
         self._evaluating = False
         self._digest: Tensor | None = None
-        self._take_over(model)
+        for number, hook in list(model._forward_pre_hooks.items()):  # of the same model, or one that it is a copy of
+            if isinstance(getattr(hook, "__self__", None), InputChecks):
+                del model._forward_pre_hooks[number]
+                model._forward_pre_hooks_with_kwargs.pop(number, None)
         # The ranks that must be given equal tensors.
         self.peers = "cp tp" if getattr(model, "cuts_batches", False) else "tp"
         if mesh.size(self.peers) > 1:
             model.register_forward_pre_hook(self._called, with_kwargs=True)
         self.clear()
-
-    def _take_over(self, model: nn.Module) -> None:
-        """Remove the hook of an Inputs of the same model (or of the model that it is a copy of)."""
-        for number, hook in list(model._forward_pre_hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), InputChecks):
-                del model._forward_pre_hooks[number]
-                model._forward_pre_hooks_with_kwargs.pop(number, None)
 
     @uncompiled
     @torch.no_grad()
@@ -192,22 +188,10 @@ class InputChecks:
             words = layer.describe()
             mine[isinstance(layer, ScoreCheck)].extend([words] if words else [])
         notes = all_gather_object([self.mesh.describe_rank(), *mine], self.mesh)
-        found = [f"{where} was given {' and '.join(ids)}" for where, ids, _ in notes if ids]
-        if not found:
-            self._refuse_scores([(where, scores) for where, _, scores in notes if scores])
-        raise ModelError(
-            "IG417",
-            seen="; ".join(found[:4]) + (f"; and {len(found) - 4} more ranks" if len(found) > 4 else ""),
-            where=self.mesh.describe_rank(),
-        )
-
-    def _refuse_scores(self, found: list[tuple[str, list[str]]]) -> None:
-        shown = [f"{where}: {', '.join(scores[:4])}" for where, scores in found]
-        raise ModelError(
-            "IG455",
-            seen="; ".join(shown[:4]) + (f"; and {len(shown) - 4} more ranks" if len(shown) > 4 else ""),
-            where=self.mesh.describe_rank(),
-        )
+        of_ids = [f"{where} was given {' and '.join(ids)}" for where, ids, _ in notes if ids]
+        found = of_ids or [f"{where}: {', '.join(scores[:4])}" for where, _, scores in notes if scores]
+        seen = "; ".join(found[:4]) + (f"; and {len(found) - 4} more ranks" if len(found) > 4 else "")
+        raise ModelError("IG417" if of_ids else "IG455", seen=seen, where=self.mesh.describe_rank())
 
 
 def _leaves(value: Any) -> Iterator[Tensor | Key | float | str]:

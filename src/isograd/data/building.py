@@ -111,7 +111,9 @@ def build(
         if not _begin(folder, recipe):
             return read(folder)
         jobs = list(enumerate(cut(recipe, largest_document)))
-        _not_too_many(recipe, len(jobs))
+        if len(encode(asdict(recipe))) > LARGEST // 2 or len(jobs) > SHARDS:
+            seen = f"{len(recipe.inputs)} inputs, {len(jobs)} shards"
+            raise DataError("IG909", seen=seen, shards=SHARDS, largest=LARGEST // 2)
         records = {number: record for number, _ in jobs if (record := done(folder, number, recipe))}
         count = _Count(progress, jobs)
         for job in jobs:
@@ -268,14 +270,6 @@ def _sweep(folder: Path) -> None:
     for path in folder.iterdir():
         if TEMPORARY.fullmatch(path.name):
             path.unlink(missing_ok=True)
-
-
-def _not_too_many(recipe: Recipe, shards: int) -> None:
-    size = len(encode(asdict(recipe)))
-    if size > LARGEST // 2 or shards > SHARDS:
-        raise DataError(
-            "IG909", seen=f"{len(recipe.inputs)} inputs, {shards} shards", shards=SHARDS, largest=LARGEST // 2
-        )
 
 
 def _check(

@@ -159,7 +159,7 @@ class Chats:
 
     def _rendered(self, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:
         """The text of a conversation, and where its answers lie."""
-        answers = _answers(messages)
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             roles = ", ".join(repr(role) for role in dict.fromkeys(message["role"] for message in messages))
             raise no_chat(f"no message of the role 'assistant', but of {roles}", "no answer")
@@ -351,10 +351,6 @@ def _with_messages(found: dict[str, Any]) -> dict[str, Any]:
         said = (("system", parts["system"]), ("user", asked), ("assistant", parts["output"]))
         return {"messages": [{"role": role, "content": text} for role, text in said if text or role == "user"]}
     return found
-
-
-def _answers(messages: Sequence[Any]) -> list[int]:
-    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def answer_end(folder: str | Path) -> int | None:

@@ -54,7 +54,12 @@ def show(
     lines += [f"  {text}" for text in (left_out_text(manifest.left_out), manifest.as_text) if text]
     decode = load_tokenizer(home / BUILT if of_pairs else home, vocabulary).decode
     if of_pairs:
-        _refuse_options(home, split, packing)
+        if split != "train" or packing is not None:
+            raise DataError(
+                "IG906", f"{home} holds pairs of answers, which have neither splits nor packing",
+                seen=f"--split {split}" if packing is None else f"--packing {packing}",
+                expected="none of these options", fix="a run holds pairs out by data.held_out when it starts",
+            )  # fmt: skip
         return "\n".join([*lines, *_pairs(home, manifest, length, samples, seed, decode, labels)])
     chats = manifest.recipe.template is not None
     packing = packing or ("whole" if chats else "documents")
@@ -83,15 +88,6 @@ def _room(tokens: Tokens) -> int:
     """A length for conversations: that of the longest, or ROOM where some fit into that."""
     lengths = np.diff(tokens.ends(0, tokens.tokens), prepend=0)
     return max(int(lengths.min()), min(int(lengths.max()), ROOM))
-
-
-def _refuse_options(folder: Path, split: str, packing: str | None) -> None:
-    if split != "train" or packing is not None:
-        raise DataError(
-            "IG906", f"{folder} holds pairs of answers, which have neither splits nor packing",
-            seen=f"--split {split}" if packing is None else f"--packing {packing}", expected="none of these options",
-            fix="a run holds pairs out by data.held_out when it starts",
-        )  # fmt: skip
 
 
 def _pairs(

@@ -269,23 +269,17 @@ def _written(config: TransformerConfig, kind: str) -> dict[str, Any]:
             "use_parallel_residual": config.parallel_residual,
             "rope_parameters": rope_parameters(config, kind),
         }
+    usual = config.head_dim is None and kind == "qwen2"  # which has it only where it is not hidden / heads
     return {
         **shared,
         **_windows_to_hf(config, kind),
         **_experts_to_hf(config),
         "num_key_value_heads": config.kv_heads or config.heads,
         "mlp_bias": config.mlp_bias,
-        **_head_dim(config, kind),
+        **({} if usual else {"head_dim": config.head_dim or config.hidden // config.heads}),
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": rope_parameters(config, kind),
     }
-
-
-def _head_dim(config: TransformerConfig, kind: str) -> dict[str, Any]:
-    """Qwen 2 has it only where it is not hidden / heads."""
-    if config.head_dim is None and kind == "qwen2":
-        return {}
-    return {"head_dim": config.head_dim or config.hidden // config.heads}
 
 
 def _windows_to_hf(config: TransformerConfig, kind: str) -> dict[str, Any]:

@@ -92,7 +92,8 @@ def windows(c: Mapping[str, Any]) -> dict[str, Any]:
         return {"sliding_window": None, "full_layers": ()}
     types = c.get("layer_types") if kind in BY_LAYER else None
     if types is None:
-        slides = [_slides(c, n) for n in range(layers)]
+        first = int(c.get("max_window_layers", 28)) if kind in BY_LAYER else 0  # by the rule of the family
+        slides = [n >= first for n in range(layers)]
     else:
         unknown = [str(t)[:60] for t in types if t not in LAYER_TYPES] if isinstance(types, list) else [str(types)[:60]]
         if unknown or len(types) != layers:
@@ -104,11 +105,6 @@ def windows(c: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window": None if len(full) == layers else window,
         "full_layers": full if len(full) < layers else (),
     }
-
-
-def _slides(c: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer has the window where layer_types do not say it, by the rule of the family."""
-    return c["model_type"] not in BY_LAYER or layer >= int(c.get("max_window_layers", 28))
 
 
 def layer_types(config: TransformerConfig) -> Sequence[str]:

@@ -94,7 +94,8 @@ def read_plan(model: Any, mesh: Mesh) -> dict[str, str]:
     names = [n for n in [n for n, _ in model.named_modules() if n] + sorted(parameters) if not is_below(n, towers)]
     found = {n: plan[pattern_of(n)] for n in names if pattern_of(n) in plan}
     experts = {n for n, style in found.items() if style == EXPERTS}
-    found = {n: style for n, style in found.items() if not _belongs(n, experts, parameters)}
+    inside = {n for n in parameters if n.rpartition(".")[0] in experts}  # a layer of experts is cut as a whole
+    found = {n: style for n, style in found.items() if n not in inside}
     unknown = {n: style for n, style in found.items() if style not in KNOWN}
     if unknown:
         where, style = next(iter(unknown.items()))
@@ -108,11 +109,6 @@ def read_plan(model: Any, mesh: Mesh) -> dict[str, str]:
             where=mesh.describe_rank(), name=name,
         )  # fmt: skip
     return {n: style for n, style in found.items() if style not in ("local_params", "replicate")}
-
-
-def _belongs(name: str, experts: Iterable[str], parameters: set[str]) -> bool:
-    """Whether it is a parameter of a layer of experts, which is cut as a whole."""
-    return name in parameters and name.rpartition(".")[0] in experts
 
 
 def without_split_ties(model: nn.Module, plan: dict[str, str], mesh: Mesh) -> dict[str, str]:

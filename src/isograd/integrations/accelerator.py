@@ -33,10 +33,16 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from isograd.checkpoint import CheckpointManager
 from isograd.engine import DataParallel, Engine
 from isograd.errors import IntegrationError
-from isograd.integrations.optimizer import EngineOptimizer, TrainedModule, engine_optimizer
+from isograd.integrations.optimizer import (
+    EngineOptimizer,
+    TrainedModule,
+    engine_optimizer,
+    load_state,
+    save_state,
+    whole,
+)
 from isograd.integrations.shared_rows import CutModels, cuts_model, prepare_data_loader, whole_state
 from isograd.integrations.weights import LabelCounter
 from isograd.integrations.world import layout_of_parallelism, layout_option, mesh_for, name_failed_rank, refuse
@@ -213,15 +219,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """The parameters of this model, or of all, are whole in here."""
         with ExitStack() as stack:
             for one in self._trained:
-                if one.engine is not None and model in (None, one.module):
-                    stack.enter_context(one.engine.full_parameters())
+                if model in (None, one.module):
+                    stack.enter_context(whole(one.engine))
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """accelerate's, of whole parameters at every stage; all ranks come here."""
         with self._full_parameters(model), torch.no_grad():
-            state = whole_state(super().get_state_dict(model, unwrap), model, self._mesh)
-            return {n: v.clone() for n, v in state.items()} if self._mesh.layout.zero == 3 else state
+            return whole_state(super().get_state_dict(model, unwrap), model, self._mesh)
 
     def _note_folder(self, folder: str, loads: bool = False) -> None:
         self._folder = folder
@@ -248,11 +253,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         finally:
             self._optimizers, self._models = optimizers, models
 
-    def _keepers(self) -> Iterator[CheckpointManager]:
+    def _engines(self) -> Iterator[tuple[Engine, Path]]:
+        """Each engine, and the folder of its state."""
         for number, one in enumerate(self._trained):
             if one.engine is not None:
-                with CheckpointManager(Path(self._folder, "isograd", str(number)), one.engine, keep_last=1) as keeper:
-                    yield keeper
+                yield one.engine, Path(self._folder, "isograd", str(number))
 
     # -- accelerate's own
 
@@ -297,16 +302,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """accelerate's, and the engines' state."""
         with self._without_engines():
             result = super().save_state(*args, **kwargs)
-        for keeper in self._keepers():
-            keeper.save(1)
+        for engine, place in self._engines():
+            save_state(engine, place)
         return result
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         """accelerate's, and the engines' state; what an optimizer has spoiled is well again."""
         with self._without_engines():
             result = super().load_state(*args, **kwargs)
-        for keeper in self._keepers():
-            keeper.load("auto")
+        for engine, place in self._engines():
+            load_state(engine, place)
         for model in self._replicated:
             model.is_restored()
         return result

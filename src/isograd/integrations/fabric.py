@@ -15,18 +15,24 @@ beside it NAME.isograd with the optimizers' state, for any layout.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from isograd.checkpoint import CheckpointManager
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
-from isograd.integrations.optimizer import EngineOptimizer, TrainedModule, engine_optimizer
+from isograd.integrations.optimizer import (
+    EngineOptimizer,
+    TrainedModule,
+    engine_optimizer,
+    load_state,
+    save_state,
+    whole,
+)
 from isograd.integrations.shared_rows import CutStrategy, part_of_state, whole_state
 from isograd.integrations.weights import LabelCounter
 from isograd.integrations.world import name_failed_rank, refuse
@@ -151,18 +157,13 @@ class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     # -- files
 
-    @contextmanager
-    def _full_parameters(self, module: nn.Module) -> Iterator[bool]:
-        """Whether the module's parameters are whole only in here."""
-        engine = next((one.engine for one in self._trained if one.module is module), None)
-        with nullcontext() if engine is None else engine.full_parameters():
-            yield engine is not None and engine.mesh.layout.zero == 3
+    def _full_parameters(self, module: nn.Module) -> AbstractContextManager[Any]:
+        return whole(next((one.engine for one in self._trained if one.module is module), None))
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Whole parameters, at every stage; all ranks come here."""
-        with self._full_parameters(module) as moves:
-            state = whole_state(super().get_module_state_dict(module), module, self.mesh)
-            return {n: v.clone() if moves and isinstance(v, Tensor) else v for n, v in state.items()}
+        with self._full_parameters(module):
+            return whole_state(super().get_module_state_dict(module), module, self.mesh)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning's, at every stage."""
@@ -184,8 +185,7 @@ class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         finally:
             self._saving = False
         for name, engine in _engines(state).items():
-            with CheckpointManager(_state_folder(path, name), engine, keep_last=1) as keeper:
-                keeper.save(1)
+            save_state(engine, _state_folder(path, name))
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -210,8 +210,7 @@ class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         for name, engine in engines.items():
             state.update(rest)
             left.pop(name, None)
-            with CheckpointManager(_state_folder(path, name), engine, keep_last=1) as keeper:
-                keeper.load("auto")
+            load_state(engine, _state_folder(path, name))
         return left
 
 

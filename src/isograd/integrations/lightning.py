@@ -22,10 +22,9 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from isograd.checkpoint import CheckpointManager
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
-from isograd.integrations.optimizer import EngineOptimizer, on_shards
+from isograd.integrations.optimizer import EngineOptimizer, load_state, on_shards, save_state, whole
 from isograd.integrations.shared_rows import CutStrategy, part_of_state, whole_state
 from isograd.integrations.weights import LabelCounter, WeightKind, rows_in
 from isograd.integrations.world import FailureReport, failed_rank_error, name_failed_rank_in_forward, refuse
@@ -87,7 +86,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     def setup(self, trainer: Any) -> None:
         """Lightning's. Behind a fit at ZeRO 3 a module that is looked at or validated is whole for it."""
-        with nullcontext() if trainer.training else self._full_parameters():
+        with nullcontext() if trainer.training else whole(self.engine):
             super().setup(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -233,21 +232,14 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     # -- files
 
-    @contextmanager
-    def _full_parameters(self) -> Iterator[None]:
-        with nullcontext() if self.engine is None else self.engine.full_parameters():
-            yield
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole parameters, at every stage; all ranks come here."""
-        with self._full_parameters():
-            state = whole_state(super().lightning_module_state_dict(), self.lightning_module, self.mesh)
-            moves = self.engine is not None and self.engine.mesh.layout.zero == 3
-            return {n: v.clone() if moves and isinstance(v, Tensor) else v for n, v in state.items()}
+        with whole(self.engine):
+            return whole_state(super().lightning_module_state_dict(), self.lightning_module, self.mesh)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning's, at every stage."""
-        with self._full_parameters():
+        with whole(self.engine):
             state = part_of_state(checkpoint["state_dict"], self.lightning_module, self.mesh)
             super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
 
@@ -259,9 +251,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         """Lightning's file; and beside it, unless only weights are wanted, the engine's state."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if "optimizer_states" in checkpoint and self.engine is not None:
-            keeper = CheckpointManager(state_folder(filepath), self.engine, keep_last=1)
-            keeper.save(max(1, checkpoint["global_step"]))
-            keeper.close()
+            save_state(self.engine, state_folder(filepath), max(1, checkpoint["global_step"]))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's."""
@@ -281,9 +271,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
                 fix="start a new fit from its weights: load_from_checkpoint, and fit without ckpt_path",
                 where=engine.mesh.describe_rank(),
             )
-        with_state = CheckpointManager(place, engine, keep_last=1)
-        with_state.load("auto")
-        with_state.close()
+        load_state(engine, place)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Lightning's, and the folder beside the file."""

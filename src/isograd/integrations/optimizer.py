@@ -8,13 +8,16 @@ with it stay. `EngineOptimizer` is what the loop gets back: its `step` is the en
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from isograd.checkpoint import CheckpointManager
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Shards, Stats
 from isograd.errors import IntegrationError
@@ -203,3 +206,21 @@ def engine_optimizer(
     one.engine = Engine(one.module, mesh, on_shards(optimizer, one.module, mesh), elementwise=elementwise)
     name_failed_rank_in_forward(one.engine)
     return EngineOptimizer(one.engine, one.stepped, one.zeroed)
+
+
+def whole(engine: Engine | None) -> AbstractContextManager[Any]:
+    """Every parameter is whole on this rank in here; at ZeRO 3 all ranks come together."""
+    return nullcontext() if engine is None else engine.full_parameters()
+
+
+def save_state(engine: Engine, place: Path, step: int = 1, extra: Mapping[str, Any] | None = None) -> None:
+    """The engine's state, into a folder that any layout loads; all ranks come here."""
+    with CheckpointManager(place, engine, keep_last=1) as keeper:
+        keeper.save(step, extra)
+
+
+def load_state(engine: Engine, place: Path) -> Mapping[str, Any] | None:
+    """From such a folder: what was saved beside the state. None: there is no checkpoint in it."""
+    with CheckpointManager(place, engine, keep_last=1) as keeper:
+        found = keeper.load("auto")
+    return None if found is None else found.extra

@@ -227,14 +227,14 @@ def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, A
 
 @torch.no_grad()
 def whole_state(state: Mapping[str, Any], model: nn.Module, mesh: Mesh) -> dict[str, Any]:
-    """A state dict of this rank's parts with whole parameters, on every rank."""
+    """A state dict of this rank's parts with whole parameters, on every rank; copies, where ZeRO 3 will drop them."""
     parts = dict(model.named_parameters(remove_duplicate=False)) if cuts_model(mesh) else {}
     contracts = {name: contract for name, p in parts.items() if (contract := contract_of(p)) is not None}
-    whole = {
-        name: assemble(value.detach(), contracts[name], mesh) if name in contracts else value
-        for name, value in state.items()
-    }
-    return _of_all_stages(whole, mesh) if mesh.size("pp") > 1 else whole
+    whole = {n: assemble(v.detach(), contracts[n], mesh) if n in contracts else v for n, v in state.items()}
+    if mesh.size("pp") > 1:
+        return _of_all_stages(whole, mesh)
+    moves = mesh.layout.zero == 3
+    return {name: value.clone() if moves and isinstance(value, Tensor) else value for name, value in whole.items()}
 
 
 def _of_all_stages(state: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:

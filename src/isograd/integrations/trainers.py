@@ -20,8 +20,8 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.checkpoint import CheckpointManager
 from isograd.comm.consensus import all_gather_object
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
@@ -39,7 +38,7 @@ from isograd.hf import attach, shard
 from isograd.hf.export import export_hf
 from isograd.hf.losses import KEYS
 from isograd.integrations.log_probs import SharedLoss, has_shared_loss
-from isograd.integrations.optimizer import EngineOptimizer, on_shards
+from isograd.integrations.optimizer import EngineOptimizer, load_state, on_shards, save_state, whole
 from isograd.integrations.shared_rows import (
     cut_whole_model,
     cuts_model,
@@ -207,7 +206,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._loss_before, self._waiting = None, []
         if isinstance(self.optimizer, EngineOptimizer):  # a further train()
-            self._refuse_taken_over()
+            if getattr(self.model, "_isograd_trained_by", None) != id(self.engine):
+                raise IntegrationError("IG858", where=self.mesh.describe_rank())
             self.engine.discard()
         self.is_distributed_loading_by_transformers = True  # the path of models that reduce by themselves
         try:
@@ -236,10 +236,6 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         """Nothing: the engine made the copies equal, and sums their gradients."""
-
-    def _refuse_taken_over(self) -> None:
-        if getattr(self.model, "_isograd_trained_by", None) != id(self.engine):
-            raise IntegrationError("IG858", where=self.mesh.describe_rank())
 
     # -- sequences that are cut
 
@@ -430,14 +426,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
 
     # -- files
 
-    @contextmanager
-    def _full_parameters(self) -> Iterator[None]:
-        """Every parameter whole on this rank; at ZeRO 3 all ranks come here together."""
-        if isinstance(self.optimizer, EngineOptimizer):
-            with self.engine.full_parameters():
-                yield
-        else:
-            yield
+    def _full_parameters(self) -> AbstractContextManager[Any]:
+        return whole(self.engine if isinstance(self.optimizer, EngineOptimizer) else None)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """The Trainer's; of a model that tp or ep cuts, `ig.checkpoint.export_hf` into the folder."""
@@ -458,9 +448,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             super()._load_from_checkpoint(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        keeper = CheckpointManager(Path(output_dir) / FOLDER, self.engine, keep_last=1)
-        keeper.save(self.state.global_step, {"scheduler": self.lr_scheduler.state_dict()})
-        keeper.close()
+        extra = {"scheduler": self.lr_scheduler.state_dict()}
+        save_state(self.engine, Path(output_dir) / FOLDER, self.state.global_step, extra)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -476,11 +465,9 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         if not there:
             warnings.warn(f"isograd: {Path(checkpoint).name} has weights only: the optimizer starts anew", stacklevel=2)
             return
-        keeper = CheckpointManager(place, self.engine, keep_last=1)
-        found = keeper.load("auto")
-        keeper.close()
+        found = load_state(self.engine, place)
         assert found is not None, "a folder of a checkpoint without one"
-        self.lr_scheduler.load_state_dict(found.extra["scheduler"])
+        self.lr_scheduler.load_state_dict(found["scheduler"])
 
 
 def _rates_of_adafactor(schedule: Any) -> list[Any]:

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from verl.workers.config.engine import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
-from isograd.checkpoint import CheckpointManager
 from isograd.comm import raw
 from isograd.core.loss_terms import Terms
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
 from isograd.integrations import verl_outputs
+from isograd.integrations.optimizer import load_state, save_state, whole
 from isograd.integrations.world import mesh_for
 
 OURS, THEIRS = "isograd", "huggingface"  # in a checkpoint's folder
@@ -322,12 +322,9 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         from verl.utils.model import convert_weight_keys
 
-        with self._full_parameters():
+        with whole(self.engine):
             for name, value in convert_weight_keys(self.module.state_dict(), self.module).items():
                 yield name, value.detach().clone()
-
-    def _full_parameters(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.engine is None else self.engine.full_parameters()
 
     def save_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, global_step: int = 0,
@@ -341,8 +338,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         if local_path is None:
             return
         place = Path(local_path)
-        with CheckpointManager(place / OURS, engine, keep_last=1) as keeper:
-            keeper.save(global_step, {"schedule": self.lr_scheduler.last_epoch})
+        save_state(engine, place / OURS, global_step, {"schedule": self.lr_scheduler.last_epoch})
         self._describe(place / THEIRS)
         self._saved = [*(path for path in self._saved if path != place), place]
         while max_ckpt_to_keep and len(self._saved) > max_ckpt_to_keep:
@@ -357,7 +353,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
     def _describe(self, place: Path) -> None:
         model = self.module
         with_weights = "hf_model" in (getattr(self.checkpoint_config, "save_contents", None) or ())
-        with self._full_parameters() if with_weights else nullcontext():
+        with whole(self.engine) if with_weights else nullcontext():
             if self.mesh.rank != 0:
                 return
             (model if with_weights else model.config).save_pretrained(place)
@@ -373,15 +369,14 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         if local_path is None:
             return
         place = Path(local_path) / OURS
-        with CheckpointManager(place, engine, keep_last=1) as keeper:
-            found = keeper.load("auto")
+        found = load_state(engine, place)
         if found is None:
             raise IntegrationError(
                 "IG860", seen=f"no checkpoint in {place}", place=local_path,
                 fix="resume_mode=disable, with the model's path at weights in transformers' format",
                 where=self.mesh.describe_rank(),
             )  # fmt: skip
-        self.lr_scheduler.last_epoch = int(found.extra["schedule"]) - 1
+        self.lr_scheduler.last_epoch = int(found["schedule"]) - 1
         self.lr_scheduler.step()
 
     def _refused(self, what: str, seen: str) -> IntegrationError:

@@ -12,17 +12,11 @@ from typing import Any, TypeVar
 from isograd.errors import ConfigError, did_you_mean
 from isograd.nn.attention import AttentionConfig
 from isograd.nn.rotary import RotaryScaling
-from isograd.nn.routing import ExpertOptions
+from isograd.nn.routing import ExpertOptions, kinds_of, mistyped
 from isograd.pipeline.split import balanced
 
 LARGEST, MOST_LAYERS = 1 << 40, 1 << 16  # beyond any model; a file that says more is damaged or hostile
 MOST_IDS = 1 << 32  # a token's number is stored in four bytes at most
-_KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,), "int | None": (int, type(None)), "float": (float, int), "str": (str,), "bool": (bool,),
-    "float | None": (float, int, type(None)), "ExpertOptions | None": (ExpertOptions, type(None)),
-    "RotaryScaling | None": (RotaryScaling, type(None)), "bool | None": (bool, type(None)),
-    "tuple[int, ...]": (int,),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +45,8 @@ class TransformerConfig(AttentionConfig):
     experts: ExpertOptions | None = None  # in place of the feed-forward layer; None: in no layer
 
     def __post_init__(self) -> None:
-        mistyped = [
-            f"{f.name} is of type {f.type}, not {getattr(self, f.name)!r}"
-            for f in dataclasses.fields(self)
-            if not _is_a(getattr(self, f.name), str(f.type))
-        ]
-        if mistyped:
-            raise ConfigError("IG601", "invalid model config: " + "; ".join(mistyped), fix="fix every point")
+        if wrong := mistyped(vars(self), kinds_of(self)):
+            raise ConfigError("IG601", "invalid model config: " + "; ".join(wrong), fix="fix every point")
         problems = [
             f"{n} must be positive" for n in ("vocab", "hidden", "layers", "heads", "mlp") if getattr(self, n) < 1
         ]
@@ -161,7 +150,7 @@ Made = TypeVar("Made", TransformerConfig, ExpertOptions, RotaryScaling)
 
 def _made(cls: type[Made], values: dict[str, Any], origin: str) -> Made:
     """An object of the fields of a file: unknown, missing and mistyped ones are refused, all at once."""
-    kinds = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+    kinds = kinds_of(cls)
     unknown = [f"unknown key {key!r}{did_you_mean(str(key), kinds)}" for key in values if key not in kinds]
     needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
     missing = [f"{name!r} is missing" for name in needed if name not in values]
@@ -171,18 +160,9 @@ def _made(cls: type[Made], values: dict[str, Any], origin: str) -> Made:
         key: tuple(v) if isinstance(v, list) and "tuple" in kinds[key] else v for key, v in values.items()
     }
     read = {key: _number(value) if "float" in kinds[key] else value for key, value in read.items()}
-    mistyped = [f"{key} is of type {kinds[key]}, not {v!r}" for key, v in read.items() if not _is_a(v, kinds[key])]
-    if mistyped:
-        raise ConfigError("IG601", f"invalid {origin}: " + "; ".join(mistyped), fix="fix every point")
+    if wrong := mistyped(read, kinds):
+        raise ConfigError("IG601", f"invalid {origin}: " + "; ".join(wrong), fix="fix every point")
     return cls(**read)
-
-
-def _is_a(value: object, kind: str) -> bool:
-    if kind.startswith("tuple"):
-        if not isinstance(value, tuple) or len(value) > MOST_LAYERS:
-            return False
-        return all(isinstance(x, _KINDS[kind]) and not isinstance(x, bool) for x in value)
-    return isinstance(value, _KINDS[kind]) and (kind.startswith("bool") or not isinstance(value, bool))
 
 
 def _number(value: Any) -> Any:

@@ -148,7 +148,8 @@ class Transformer(nn.Module):
         ignore_index: the label of positions without a target.
         """
         super().__init__()
-        _refuse_ep_alone(config, mesh)
+        if mesh.layout.ep > 1 and config.experts is None:
+            raise ModelError("IG400", seen=str(mesh.layout), ep=mesh.layout.ep, where=mesh.describe_rank())
         self.config, self.mesh = config, mesh
         layout = mesh.layout
         stages = layout.pp * layout.vpp
@@ -437,8 +438,3 @@ def _for_block(stream: Stream, number: int) -> Stream:
     if stream.key is None:
         return stream
     return replace(stream, key=stream.key.fold("block", number))
-
-
-def _refuse_ep_alone(config: TransformerConfig, mesh: Mesh) -> None:
-    if mesh.layout.ep > 1 and config.experts is None:
-        raise ModelError("IG400", seen=str(mesh.layout), ep=mesh.layout.ep, where=mesh.describe_rank())

@@ -19,22 +19,30 @@ from isograd.nn.parameter import FactoryKwargs, Layer, make
 from isograd.nn.stream import stream_partial_over
 
 
-class RMSNorm(Layer):
-    """weight * x / rms(x), over the last dimension."""
+class _Norm(Layer):
+    usual_eps: float
+    biased = False
 
     def __init__(
         self,
         size: int,
         mesh: Mesh,
         *,
-        eps: float = 1e-6,
+        eps: float | None = None,
         partial_over: tuple[str, ...] | None = None,
         **made: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = self.usual_eps if eps is None else eps
         debts = stream_partial_over(mesh) if partial_over is None else partial_over
         self.weight = make(mesh, (size,), partial_over=debts, fill=1.0, **made)
+        self.bias = make(mesh, (size,), partial_over=debts, **made) if self.biased else None
+
+
+class RMSNorm(_Norm):
+    """weight * x / rms(x), over the last dimension."""
+
+    usual_eps = 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size], normalised."""
@@ -44,23 +52,10 @@ class RMSNorm(Layer):
         return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
 
 
-class LayerNorm(Layer):
+class LayerNorm(_Norm):
     """weight * (x - mean) / std + bias, over the last dimension."""
 
-    def __init__(
-        self,
-        size: int,
-        mesh: Mesh,
-        *,
-        eps: float = 1e-5,
-        partial_over: tuple[str, ...] | None = None,
-        **made: Unpack[FactoryKwargs],
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-        debts = stream_partial_over(mesh) if partial_over is None else partial_over
-        self.weight = make(mesh, (size,), partial_over=debts, fill=1.0, **made)
-        self.bias = make(mesh, (size,), partial_over=debts, **made)
+    usual_eps, biased = 1e-5, True
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size], normalised."""

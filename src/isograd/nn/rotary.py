@@ -54,19 +54,9 @@ class RotaryScaling:
         found = [f"rope_scaling of kind {self.kind} needs {name}" for name in needs if name not in given]
         allowed = ("kind", *needs, *TAKES[self.kind])
         found += [f"rope_scaling of kind {self.kind} has no {name}" for name in given if name not in allowed]
-        positive = (
-            "factor",
-            "original_positions",
-            "low_freq",
-            "high_freq",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-        )
-        for name in positive:
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                found.append(f"rope_scaling.{name} must be positive and finite, not {value}")
+        for name in given:
+            if name not in ("kind", "mscale", "mscale_all_dim", "truncate") and not 0 < getattr(self, name) < math.inf:
+                found.append(f"rope_scaling.{name} must be positive and finite, not {getattr(self, name)}")
         if self.low_freq is not None and self.low_freq == self.high_freq:
             found.append(f"rope_scaling.low_freq and high_freq are both {self.low_freq}")
         return found

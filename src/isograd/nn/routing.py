@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +24,25 @@ from isograd.errors import ModelError, did_you_mean
 
 SCORES = ("softmax", "sigmoid")
 SCOPES = ("none", "sequence", "batch", "lagged")
-_KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,), "float": (float, int), "str": (str,), "bool": (bool,), "float | None": (float, int, type(None)),
-}  # fmt: skip
+
+
+def is_a(value: object, kind: str) -> bool:
+    """Whether a value is what an option's annotation says: a bool is no number, and a whole number is a float, too."""
+    if isinstance(value, tuple):
+        return kind == "tuple[int, ...]" and len(value) <= 1 << 16 and all(is_a(one, "int") for one in value)
+    names = {"bool"} if isinstance(value, bool) else {one.__name__ for one in type(value).__mro__}
+    names |= {"float"} if "int" in names else set()
+    return not names.isdisjoint(kind.replace("None", "NoneType").split(" | "))
+
+
+def mistyped(values: dict[str, Any], kinds: dict[str, str]) -> list[str]:
+    """Those of some options that are not what their annotations say."""
+    return [f"{name} is of type {kinds[name]}, not {v!r}" for name, v in values.items() if not is_a(v, kinds[name])]
+
+
+def kinds_of(options: Any) -> dict[str, str]:
+    """The annotations of a dataclass of options, or of one of its objects, by name."""
+    return {field.name: str(field.type) for field in fields(options)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +70,12 @@ class ExpertOptions:
     capacity_scope: str = "sequence"
 
     def __post_init__(self) -> None:
-        problems = self._mistyped() or self._problems()
+        problems = mistyped(vars(self), kinds_of(self)) or self._problems()
         if problems:
             raise ModelError("IG450", "invalid experts: " + "; ".join(problems), fix="fix every point above")
         self._refuse_idle_router()
         if self.capacity_scope != "sequence":
             raise ModelError("IG452", capacity_scope=self.capacity_scope)
-
-    def _mistyped(self) -> list[str]:
-        found = []
-        for field in fields(self):
-            value, kind = getattr(self, field.name), str(field.type)
-            if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
-                found.append(f"{field.name} is of type {kind}, not {value!r}")
-        return found
 
     def _problems(self) -> list[str]:
         problems = [

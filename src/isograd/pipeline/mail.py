@@ -171,15 +171,12 @@ class Mail:
             self._post(line)
         tensors, handle = line.posted.pop(action)
         handle.wait()
-        self._forget(line, self._places[peer][action])
-        return tensors
-
-    def _forget(self, line: _Line, place: int) -> None:
-        """Release sent tensors that a neighbour must have received to reach this place in its order."""
-        for needed, handle in line.sending:
+        place = self._places[peer][action]  # in its order: to reach it, the neighbour must have received what it needed
+        for needed, sent in line.sending:
             if needed <= place:
-                handle.wait()
-        line.sending = [(needed, handle) for needed, handle in line.sending if needed > place]
+                sent.wait()
+        line.sending = [(needed, sent) for needed, sent in line.sending if needed > place]
+        return tensors
 
     def look_ahead(self) -> None:
         """Post receives that will be needed soon and whose shapes are known."""

@@ -27,7 +27,6 @@ from isograd.pipeline.mail import Known, Mail, P2PGroups
 from isograd.pipeline.schedule import Action, Schedule, Timed, build
 
 T = TypeVar("T")
-Passed = Tensor | tuple[Tensor, ...]
 # (what the stage before passes on, micro-batch) -> what to pass on, and perhaps Terms of its own; the last stage:
 # (loss, weight), or Terms
 Chunk = Callable[[Any, Any], Any]
@@ -187,9 +186,12 @@ class _Step:
 
     def _forward(self, action: Action, inputs: list[Tensor]) -> None:
         micro = self.micros[action.micro]
-        split = self._split_backward()
+        split = None
+        if self._autograd is not None and self.schedule.name == "zb":  # weights' gradients are delayed
+            split = SplitBackward(self.pipeline.model.parameters(), self._autograd.accepts_split_grads)
         with split or nullcontext():
-            result = self.pipeline.chunks[action.stage](_unpacked(inputs), micro)
+            passed = None if not inputs else inputs[0] if len(inputs) == 1 else tuple(inputs)
+            result = self.pipeline.chunks[action.stage](passed, micro)
         if action.stage == self.pipeline.last:
             loss: Result = result if isinstance(result, Terms) else _pair(result)
             if self._autograd is None:
@@ -204,12 +206,6 @@ class _Step:
             self.held[action[1:]] = _MicroBatchState(inputs, outputs, None, terms, split)
         elif terms is not None:
             self.losses.append(terms)
-
-    def _split_backward(self) -> SplitBackward | None:
-        """What delays the weight gradients of a micro-batch, under the zero-bubble schedule."""
-        if self._autograd is None or self.schedule.name != "zb":
-            return None
-        return SplitBackward(self.pipeline.model.parameters(), self._autograd.accepts_split_grads)
 
     def _backward(self, action: Action, gradients: list[Tensor]) -> None:
         assert self._autograd is not None
@@ -256,10 +252,6 @@ def _in_doubt(wait: Callable[[], T], mesh: Mesh) -> T:
 def shapes_of(micro: Any) -> tuple[tuple[int, ...], ...]:
     """The shapes of all tensors of a micro-batch."""
     return tuple(tuple(t.shape) for t in tree.tree_leaves(micro) if isinstance(t, Tensor))
-
-
-def _unpacked(inputs: list[Tensor]) -> Passed | None:
-    return None if not inputs else inputs[0] if len(inputs) == 1 else tuple(inputs)
 
 
 def _pair(result: Any) -> tuple[Tensor, Tensor | float]:

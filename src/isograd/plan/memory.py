@@ -107,7 +107,9 @@ def of_stage(work: Work, layout: Layout, index: int) -> Memory:
         rows = mine.all if whole or work.profile.keeps_gradients else owned + largest
         gradients = (work.profile.kept_bytes or work.profile.gradient_bytes) * rows
         gradients += work.sum_bytes * owned if work.profile.fp32_rows else 0
-        gradients += work.sum_bytes * _largest(work, layout, index) if work.profile.widened else 0
+        vocab = work.model.vocab if index in (0, layout.pp - 1) else 0
+        tensor = max(vocab, work.model.mlp) * work.model.hidden / layout.tp  # the largest parameter
+        gradients += work.sum_bytes * tensor if work.profile.widened else 0
         parameters = work.size * (mine.all + owned) if whole else parameters
     return Memory(parameters, gradients, optimizer, activations(work, layout, index))
 
@@ -130,12 +132,6 @@ def of_scores(work: Work, layout: Layout) -> float:
     )
     rows = -(-work.batch // layout.dp // work.micro_batches)
     return 4.0 * work.sum_bytes * rows * queries * keys * c.heads / layout.tp / layout.ulysses
-
-
-def _largest(work: Work, layout: Layout, index: int) -> float:
-    """Elements of the largest parameter of a rank of this pipeline index."""
-    ends = index in (0, layout.pp - 1)
-    return max(work.model.vocab * ends, work.model.mlp) * work.model.hidden / layout.tp
 
 
 def states(

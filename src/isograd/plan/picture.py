@@ -71,9 +71,8 @@ def step(work: Work, layout: Layout, machine: Machine, to: Path) -> bool:
     without matplotlib."""
     rows = spans(work, layout, machine)
     end = max(row[-1].end for row in rows)
-    title = (
-        f"{layout} on {layout.world_size:,} x {machine.name}: {_time(end)} a step, {work.micro_batches} micro-batches"
-    )
+    took = f"{end:.2f} s" if end >= 1 else f"{end * 1e3:.3g} ms"
+    title = f"{layout} on {layout.world_size:,} x {machine.name}: {took} a step, {work.micro_batches} micro-batches"
     if machine.per_device > 1:
         title += f"; as if each rank always had its part of a device, which {machine.per_device:g} share"
     unit, scale = ("seconds", 1.0) if end >= 1 else ("milliseconds", 1e3)
@@ -86,7 +85,3 @@ def step(work: Work, layout: Layout, machine: Machine, to: Path) -> bool:
 
 def _in_words(row: list[Box], end: float) -> str:
     return ", ".join(f"{part} {share:.0%}" for part, share in shares(row, end).items() if share > 0.005)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

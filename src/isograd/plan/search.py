@@ -24,6 +24,7 @@ SIMULATED = 24  # candidates whose pipeline is simulated
 LARGEST_ROWS = 8  # sequences of a micro-batch
 SHORTEST = 1024  # tokens of a sequence on one rank of cp
 FULL = "more memory than a device has"
+RECOMPUTED = {"none": "", "selective": ", recompute selective", "full": ", recompute"}
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ def search(
                 described = dataclasses.replace(cut, recompute=how)
                 needed = memory(described, layout, gpu=machine.units > 0)
                 if needed.total > room:
-                    said = f"{layout}, {_choices(described)}: {needed.total / 1e9:.0f} GB of {room / 1e9:.0f}"
-                    found.drop(FULL, said)
+                    choices = f"{cut.micro_batches} micro-batches{RECOMPUTED[how]}"
+                    found.drop(FULL, f"{layout}, {choices}: {needed.total / 1e9:.0f} GB of {room / 1e9:.0f}")
                     continue
                 found.tried += 1
                 step = predict(described, layout, machine, simulated=False, known=known)
@@ -184,13 +185,6 @@ def _cut(work: Work, layout: Layout, found: SearchResult) -> Iterator[Work]:
             found.drop("layers that cannot be cut into stages", error.what)
             continue
         yield described
-
-
-def _choices(work: Work) -> str:
-    return (
-        f"{work.micro_batches} micro-batches"
-        + {"none": "", "selective": ", recompute selective", "full": ", recompute"}[work.recompute]
-    )
 
 
 def _divisors(number: int) -> list[int]:

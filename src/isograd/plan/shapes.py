@@ -154,7 +154,9 @@ class Shapes(TorchDispatchMode):
         if about.views:
             result = func(*args, **kwargs)
             if whole := segments(args[0]):
-                _mark_views(whole, args[0], result)
+                first = args[0].storage_offset()
+                for out in _tensors([result]):
+                    mark(out, _slice(whole, int(out.storage_offset() - first), out.numel()))
             return result
         given = _tensors((*args, *kwargs.values()) if kwargs else args)
         fake = any(map(self._is_fake, given))
@@ -268,7 +270,7 @@ class Shapes(TorchDispatchMode):
                 expected="sizes that follow from shapes, from whole numbers, or from masks computed from those",
                 fix="fewer tokens in a micro-batch, so that what is compared is small enough to have values",
             ) from error  # fmt: skip
-        forms = tuple(_form(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves)
+        forms = tuple((tuple(t.shape), t.stride(), t.dtype) if isinstance(t, Tensor) else None for t in leaves)
         return (forms, spec) if fake or any(form and self._is_large(form) for form in forms) else _REAL
 
     def _is_fake(self, tensor: Tensor) -> bool:
@@ -349,11 +351,6 @@ def mark(tensor: Tensor, found: Segments) -> None:
     tensor._isograd_gradient = found  # type: ignore[attr-defined]
 
 
-def _mark_views(whole: Segments, base: Tensor, result: Any) -> None:
-    for out in _tensors([result]):
-        mark(out, _slice(whole, int(out.storage_offset() - base.storage_offset()), out.numel()))
-
-
 def _joined(parts: Iterable[Segments]) -> Segments:
     return tuple(segment for part in parts for segment in part)
 
@@ -414,10 +411,6 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
 
 def _size(forms: Iterable[Form | None]) -> int:
     return sum(math.prod(form[0]) * form[2].itemsize for form in forms if form is not None)
-
-
-def _form(tensor: Tensor) -> Form:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _on_meta(given: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:

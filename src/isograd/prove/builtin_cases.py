@@ -49,6 +49,9 @@ EXPERTS = replace(
 )
 
 
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "qwen": QWEN, "experts": EXPERTS}
+
+
 def language_model(config: TransformerConfig, mesh: Mesh, rows: int = 9) -> Case:
     """A decoder on random tokens in which rows have different numbers of labels, and the last has none.
 
@@ -65,26 +68,6 @@ def language_model(config: TransformerConfig, mesh: Mesh, rows: int = 9) -> Case
     samples = torch.arange(rows)
     batch = {"tokens": window[:, :-1].clone(), "labels": labels, "samples": samples, "key": rng.key(11)}
     return Case(Transformer(config, mesh), batch)
-
-
-def llama(mesh: Mesh) -> Case:
-    """A case of a small Llama."""
-    return language_model(LLAMA, mesh)
-
-
-def gpt2(mesh: Mesh) -> Case:
-    """A case of a small GPT-2."""
-    return language_model(GPT2, mesh)
-
-
-def qwen(mesh: Mesh) -> Case:
-    """A case of a small Qwen 3."""
-    return language_model(QWEN, mesh)
-
-
-def experts(mesh: Mesh) -> Case:
-    """A case of a small model whose layers are mixtures of experts."""
-    return language_model(EXPERTS, mesh)
 
 
 def how(options: Namespace, name: str = "") -> dict[str, Any]:
@@ -152,16 +135,16 @@ def prove(options: Namespace) -> Report:
         return prove_run(options)
     asked = [text.strip() for text in options.layouts.split(";")] if options.layouts else []
     whole = Report(f"isograd's own models against one device, {options.dtype}")
-    for case in (llama, gpt2, qwen, experts):
-        layouts = asked or (EXPERT_LAYOUTS if case is experts else LAYOUTS)
+    for name, model in MODELS.items():
+        layouts = asked or (EXPERT_LAYOUTS if name == "experts" else LAYOUTS)
         # A ring refuses dropout of attention probabilities (IG408), which the GPT-2 here has.
-        fits = [text for text in layouts if asked or case is not gpt2 or "ring" not in text]
-        fits = [text for text in fits if case is experts or Layout.parse(text).ep == 1]
+        fits = [text for text in layouts if asked or name != "gpt2" or "ring" not in text]
+        fits = [text for text in fits if name == "experts" or Layout.parse(text).ep == 1]
         if not fits:
             continue
-        keep = Path(options.keep) / case.__name__ if options.keep else None
-        report = verify(case, fits, **how(options, case.__name__) | {"keep": keep})
+        keep = Path(options.keep) / name if options.keep else None
+        report = verify(partial(language_model, model), fits, **how(options, name) | {"keep": keep})
         for subject in report.subjects:
-            subject.name = f"{case.__name__} {subject.name}"
+            subject.name = f"{name} {subject.name}"
         whole.subjects += report.subjects
     return whole

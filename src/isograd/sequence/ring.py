@@ -61,7 +61,8 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group, blocks: tuple[Spans, ...], starts: Tensor | None, scale: float,
     window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    trip = _RingSchedule(group, blocks, _by_block(starts, blocks), window)
+    by_block = None if starts is None else [torch.cat([starts[:, a:b] for a, b in spans], 1) for spans in blocks]
+    trip = _RingSchedule(group, blocks, by_block, window)
     return _Ring.apply(q, k, v, trip, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -122,12 +123,6 @@ class _Ring(torch.autograd.Function):
 def _heads(t: Tensor, sight: BlockMask) -> Tensor:
     """[n, b, kv_heads, d] -> the keys of a sight as [b, kv_heads, keys, d], a view."""
     return t[: sight.keys].permute(1, 2, 0, 3)
-
-
-def _by_block(starts: Tensor | None, blocks: tuple[Spans, ...]) -> list[Tensor] | None:
-    if starts is None:
-        return None
-    return [torch.cat([starts[:, a:b] for a, b in spans], 1) for spans in blocks]
 
 
 class _RingSchedule:

@@ -8,7 +8,7 @@ one of the same name. Events without numbers are not sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
@@ -114,8 +114,9 @@ def _mlflow(config: Config, folder: Path, stack: ExitStack) -> Sink:
     experiment = found.experiment_id if found is not None else client.create_experiment(config.log.mlflow)
     run = client.create_run(experiment, run_name=folder.name).info.run_id
     stack.callback(client.set_terminated, run)
-    for name, value in _parameters(config):
-        client.log_param(run, name, value)
+    for place, value in flat(config):
+        if value is not None:
+            client.log_param(run, dotted(place), str(value)[:LONGEST])
 
     def sink(entry: dict[str, Any]) -> None:
         """Send the numbers of one journal entry."""
@@ -123,10 +124,3 @@ def _mlflow(config: Config, folder: Path, stack: ExitStack) -> Sink:
             client.log_metric(run, name, float(value), step=entry["step"])
 
     return sink
-
-
-def _parameters(config: Config) -> Iterator[tuple[str, str]]:
-    """Every value of a config as MLflow takes it: a name and a text."""
-    for place, value in flat(config):
-        if value is not None:
-            yield dotted(place), str(value)[:LONGEST]

@@ -111,7 +111,9 @@ class DcpFolder:
         found = torch.empty(held.shape, dtype=held.dtype)
         for piece in held.pieces:
             box = tuple(slice(a, a + size) for a, size in zip(piece.start, piece.sizes, strict=True))
-            found[box] = self._read(name, held, piece)
+            with self._checked(name, held, piece), open_to_read(self.place / piece.file) as file:
+                file.seek(piece.at)
+                found[box] = _tensor(file.read(piece.length), held.dtype, piece.sizes)
         return found
 
     def look(self, name: str, take: Callable[[Tensor], Tensor]) -> Tensor:
@@ -126,13 +128,6 @@ class DcpFolder:
                 raise RefusedOpcode(f"{there} of {piece.length} bytes")
             if math.prod(piece.sizes) * held.dtype.itemsize > piece.length:
                 raise RefusedOpcode(f"{piece.length} bytes, which are too few")
-
-    def _read(self, name: str, held: DcpTensor, piece: DcpChunk) -> Tensor:
-        with self._checked(name, held, piece):
-            with open_to_read(self.place / piece.file) as file:
-                file.seek(piece.at)
-                data = file.read(piece.length)
-            return _tensor(data, held.dtype, piece.sizes)
 
     @contextmanager
     def _checked(self, name: str, held: DcpTensor, piece: DcpChunk) -> Iterator[None]:
@@ -241,12 +236,8 @@ def _made(value: Any, *names: str) -> dict[Any, Any]:
 
 def _numbers(value: Any) -> tuple[int, ...]:
     """A torch.Size."""
-    (numbers,) = (
-        value.args
-        if isinstance(value, PickledObject) and value.name == "torch.Size" and len(value.args) == 1
-        else ((),)
-    )
-    if not isinstance(value, PickledObject) or not isinstance(numbers, tuple) or len(numbers) > 16:
+    is_size = isinstance(value, PickledObject) and value.name == "torch.Size" and len(value.args) == 1
+    if not is_size or not isinstance(numbers := value.args[0], tuple) or len(numbers) > 16:
         raise RefusedOpcode("no size where one should be")
     if not all(map(_is_number, numbers)):
         raise RefusedOpcode("a size that is no list of numbers")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from isograd.errors import CheckpointError
-from isograd.integrations.checkpoints.dcp import LARGEST, MOST_ELEMENTS, OF_ZIPS, _numbers, _rebuilt
+from isograd.integrations.checkpoints.dcp import LARGEST, MOST_ELEMENTS, OF_ZIPS, _numbers, _rebuilt, _text
 from isograd.integrations.checkpoints.opcodes import PickledObject, RefusedOpcode, value_in
 from isograd.io.untrusted import FileError, open_to_read, read_text
 
@@ -106,7 +106,7 @@ class ZeroFolder:
         (stage,) = stage.args if isinstance(stage, PickledObject) and len(stage.args) == 1 else (stage,)
         if stage not in (1, 2, 3) or any(own.get("partition_count") is None for own in owns):
             raise RefusedOpcode(f"no ZeRO stage from 1 to 3: {stage!r:.50}")
-        shapes = [{_name(n): _numbers(s) for n, s in _pairs(group)} for group in _list(first.get("param_shapes"))]
+        shapes = [{_text(n): _numbers(s) for n, s in _pairs(group)} for group in _list(first.get("param_shapes"))]
         flats = [self._flats(rank, own, stage, what) for rank, own in zip(ranks, owns, strict=True)]
         trained = dict(_by_parts(shapes, flats) if stage == 3 else _by_groups(shapes, flats))
         yield from trained.items()
@@ -114,15 +114,15 @@ class ZeroFolder:
             return
         for name, shape in _pairs(first.get("frozen_param_shapes")):
             parts = [m.flat(dict(_pairs(m.value.get("frozen_param_fragments"))).get(name)) for m in models]
-            yield _name(name), _zero_tensor(_name(name), _numbers(shape), parts if stage == 3 else parts[:1])
+            yield _text(name), _zero_tensor(_text(name), _numbers(shape), parts if stage == 3 else parts[:1])
         module = dict(_pairs(first.get("module")))
         for name in _list(first.get("buffer_names") or []):
             if name in module:
                 flat, shape = models[0].flat(module[name]), _rebuilt(module[name])[3]
-                yield _name(name), _zero_tensor(_name(name), shape, [flat])
+                yield _text(name), _zero_tensor(_text(name), shape, [flat])
         for alias, name in _pairs(first.get("shared_params")):
             if name in trained:
-                yield _name(alias), trained[name]
+                yield _text(alias), trained[name]
 
     def _ranks(self) -> list[_Saved]:
         """The files of all ranks, in order."""
@@ -275,10 +275,4 @@ def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise RefusedOpcode(f"no list where one should be, but {str(value)[:80]}")
-    return value
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str):
-        raise RefusedOpcode("no name where one should be")
     return value

@@ -88,10 +88,7 @@ class ForeignCheckpoint:
         self.shapes = {name: theirs.shape for name, theirs in self.tensors.items()}
         if config.tied:
             self._refuse_another_head(anchor, config.vocab)
-        self._refuse_unused()
-
-    def _refuse_unused(self) -> None:
-        """What the config has no place for would be missing in what is written: more layers, biases."""
+        # What the config has no place for would be missing in what is written: more layers, biases.
         left = [n for n in self.names if n.startswith(OF_MODEL.get(self.kind, ())) and n not in self._used]
         if left:
             seen = f"{len(left)}: {sorted(left)[:8]}"
@@ -320,7 +317,8 @@ def import_dcp(
     weights = HuggingFace(foreign, described)
     one = Mesh.unbound("1")
     shapes = {r.name: r.contract.shape for r in contracts(Transformer(described, one, device="meta"), one)}
-    widest = _dtype(foreign)
+    dtypes = [theirs.dtype for name, theirs in foreign.tensors.items() if not name.endswith(NOT_WEIGHTS)]
+    widest = functools.reduce(torch.promote_types, dtypes)  # it holds the values of all weights
     kept = DTYPES[widest]
     ours = {f"model/{name}": TensorEntry(f"model/{name}", kept, shape) for name, shape in shapes.items()}
     about = {"kind": "isograd", "config": dataclasses.asdict(described)}
@@ -379,9 +377,3 @@ def _write_states(
 def _read(weights: HuggingFace, key: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
     name = key.removeprefix("model/")
     return weights.read(name, shapes[name], [(0, size) for size in shapes[name]])
-
-
-def _dtype(foreign: ForeignCheckpoint) -> torch.dtype:
-    """One that holds the values of all weights."""
-    dtypes = [theirs.dtype for name, theirs in foreign.tensors.items() if not name.endswith(NOT_WEIGHTS)]
-    return functools.reduce(torch.promote_types, dtypes)

@@ -21,7 +21,7 @@ mean of my rows, for engine.backward(loss, weight=rows).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -230,14 +230,8 @@ class CachedInfoNCE(nn.Module):
             for replay, leaf in zip(tower, leaves, strict=True):
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * factor.to(leaf.dtype)
                 last = tower is towers[-1] and replay is tower[-1]
-                with nullcontext() if last else _no_sync(self.model):
+                with nullcontext() if last else getattr(self.model, "no_sync", nullcontext)():
                     replay.backward(gradient, self.engine)
-
-
-def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """The model's own no_sync, where it has one."""
-    own = getattr(model, "no_sync", None)
-    return own() if callable(own) else nullcontext()
 
 
 def _rows(vectors: list[list[Tensor]]) -> int:

@@ -29,14 +29,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from isograd.checkpoint import CheckpointManager, SavedWeights
+from isograd.checkpoint import SavedWeights
 from isograd.comm.consensus import all_gather_object
 from isograd.core.contract import Contract, contract_of
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Stats
 from isograd.errors import IntegrationError
 from isograd.integrations.deepspeed.settings import Settings, read
-from isograd.integrations.optimizer import EngineOptimizer, on_shards
+from isograd.integrations.optimizer import EngineOptimizer, load_state, on_shards, save_state
 from isograd.integrations.shared_rows import CutModels, whole_state
 from isograd.integrations.weights import LabelCounter
 from isograd.integrations.world import mesh_for, name_failed_rank, name_failed_rank_in_forward
@@ -340,8 +340,7 @@ class LoopEngine(nn.Module):
     def module_state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
         """Whole parameters at every stage, under the module's own names; all ranks call it."""
         with self.engine.full_parameters():
-            state = whole_state(self.module.state_dict(), self.module, self.mesh)
-            return {name: value.clone() for name, value in state.items()} if self.settings.stage == 3 else dict(state)
+            return whole_state(self.module.state_dict(), self.module, self.mesh)
 
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None,
@@ -351,8 +350,8 @@ class LoopEngine(nn.Module):
         tag = self._name_of(tag or f"global_step{self.global_steps}")
         counts = {name: getattr(self, name) for name in COUNTS}
         plan = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
-        with CheckpointManager(Path(save_dir) / tag / FOLDER, self.engine, keep_last=1) as keeper:
-            keeper.save(max(1, self.global_steps), {"loop": counts, "scheduler": plan, "client": client_state or {}})
+        extra = {"loop": counts, "scheduler": plan, "client": client_state or {}}
+        save_state(self.engine, Path(save_dir) / tag / FOLDER, max(1, self.global_steps), extra)
         if save_latest and self.mesh.rank == 0:
             replace_text(Path(save_dir) / LATEST, tag)
         return True
@@ -377,19 +376,23 @@ class LoopEngine(nn.Module):
             )
             return None, None
         place = place / self._name_of(tag)
-        self._refuse_foreign(place)
+        there, foreign = all_gather_object([(place / FOLDER).is_dir(), any(place.glob("*_states.pt"))], self.mesh)[0]
+        if not there:
+            raise IntegrationError(
+                "IG860", seen="DeepSpeed's files, which are pickles" if foreign else f"no folder {FOLDER!r} in it",
+                place=place.name, where=self.mesh.describe_rank(),
+            )  # fmt: skip
         if load_module_only or not load_optimizer_states:
             self._load_weights(place / FOLDER)
             return str(place), {}
-        with CheckpointManager(place / FOLDER, self.engine, keep_last=1) as keeper:
-            found = keeper.load("auto")
+        found = load_state(self.engine, place / FOLDER)
         if found is None:
             return None, None
         for name in COUNTS:
-            setattr(self, name, int(found.extra["loop"][name]))
-        if load_lr_scheduler_states and self.lr_scheduler is not None and found.extra["scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(found.extra["scheduler"])
-        return str(place), dict(found.extra["client"])
+            setattr(self, name, int(found["loop"][name]))
+        if load_lr_scheduler_states and self.lr_scheduler is not None and found["scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(found["scheduler"])
+        return str(place), dict(found["client"])
 
     def _load_weights(self, place: Path) -> None:
         saved = SavedWeights(place)
@@ -404,14 +407,6 @@ class LoopEngine(nn.Module):
         if not isinstance(tag, str) or tag in ("", ".", "..") or Path(tag).name != tag:
             _refuse(f"the tag {tag!r} of a checkpoint", "the name of a folder, without a path", self.mesh)
         return tag
-
-    def _refuse_foreign(self, place: Path) -> None:
-        there, foreign = all_gather_object([(place / FOLDER).is_dir(), any(place.glob("*_states.pt"))], self.mesh)[0]
-        if not there:
-            raise IntegrationError(
-                "IG860", seen="DeepSpeed's files, which are pickles" if foreign else f"no folder {FOLDER!r} in it",
-                place=place.name, where=self.mesh.describe_rank(),
-            )  # fmt: skip
 
 
 NOT_HERE = {"train_batch", "eval_batch", "save_16bit_model", "save_fp16_model", "allreduce_gradients"}

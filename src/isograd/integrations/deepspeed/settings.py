@@ -62,7 +62,8 @@ def read(values: object, ranks: int, words: str = "") -> Settings:
     keys.number("steps_per_print", "nothing", 10)
     drop_last = keys.flag("dataloader_drop_last", "the loader")
     untested = keys.flag("zero_allow_untested_optimizer", "Engine(elementwise=True)")
-    unused = tuple(name for name in MONITORS if _enabled(keys.values.pop(name, None)))
+    monitors = {name: keys.values.pop(name, None) for name in MONITORS}
+    unused = tuple(name for name, value in monitors.items() if isinstance(value, dict) and value.get("enabled"))
     optimizer, schedule = _optimizer(keys.section("optimizer")), _schedule(keys.section("scheduler"))
     cp, tp = cut_sizes(keys, asked)
     words += f" cp{cp} ulysses" if cp > asked.cp else ""
@@ -84,10 +85,6 @@ def read(values: object, ranks: int, words: str = "") -> Settings:
     micro = batch // (ranks // (cp * tp) * steps)
     own = optimizer, schedule, drop_last, untested, unused
     return Settings(batch, micro, steps, stage, words, any(offload), bf16, clip, *own)
-
-
-def _enabled(value: object) -> bool:
-    return isinstance(value, dict) and bool(value.get("enabled"))
 
 
 def _offloads(keys: Keys) -> bool:

@@ -60,7 +60,12 @@ def survive(config: Config, options: RunOptions, pool: WorkerPool) -> RunOutcome
         phases = sorted({phase for worker, (phase, _) in said.items() if worker < left})
         text = "; ".join((_who(attempt, layout), *died, _others(attempt, phases)))
         if without_progress >= config.resilience.tries:
-            raise _given_up(text, without_progress, most)
+            raise LaunchError(
+                "IG255", f"ranks died {without_progress + 1} times without a new step in between", seen=text,
+                expected=f"step {most + 1} to be finished",
+                fix="what dies at the same place each time is no accident of a machine, but memory or a bug: see the "
+                "kernel's log; the same command resumes",
+            )  # fmt: skip
         journal.tell(text)
         text += f"; {_state_of(config, pool, said)}"
         recovery.done("state written")
@@ -143,12 +148,3 @@ def _cut(config: Config, layout: Layout) -> Config | None:
 def _resume(config: Config, before: str) -> str:
     """Once this run has a checkpoint of its own, that; else what it was started from."""
     return "auto" if checkpoints(config.checkpoints) or before == "never" else before
-
-
-def _given_up(text: str, times: int, most: int) -> LaunchError:
-    return LaunchError(
-        "IG255", f"ranks died {times + 1} times without a new step in between", seen=text,
-        expected=f"step {most + 1} to be finished",
-        fix="what dies at the same place each time is no accident of a machine, but memory or a bug: see the kernel's "
-        "log; the same command resumes",
-    )  # fmt: skip
