@@ -168,6 +168,7 @@ class Reducer:
         self.reduced, self._latest = {}, 0
         self.sent.clear()
         self._totals.clear()
+        self.end_sums()
 
 
 def zeros_of(slot: Slot) -> Tensor:

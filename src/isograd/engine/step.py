@@ -4,8 +4,8 @@
    `backward_terms` several ones with their shares of the step (engine/term_weights.py), and `run_backward` runs
    autograd. A gradient is a pending sum from here on, and nothing divides it.
 2. `arrived`: autograd has finished a parameter's gradient. It moves from `.grad` into `local`, this rank's own sum
-   over the backwards of the step, in fp32 (fp64 in fp64 models); one that is alone stays as autograd has made it, and
-   is cast as it is packed. `.grad` then holds a stand-in that refuses to be used.
+   over the backwards of the step, in fp32 (fp64 in fp64 models), and cast as it is packed at the latest. `.grad` then
+   holds a stand-in that refuses to be used.
 3. A bucket of gradients leaves `local` for the owners of its rows. `ReduceWhen` says when: with its last gradient
    (GRAD_READY), when backward has left its block (BLOCK_DONE), or at the step (STEP). An autograd hook waits for
    nothing that another rank may not have sent.
@@ -46,7 +46,7 @@ from isograd.engine.reducer import Reducer, zeros_of
 from isograd.engine.term_weights import LossSums, TermWeights, number_on, weighted
 from isograd.engine.tree import Tree
 from isograd.engine.zero3.param_group import Zero3Hooks
-from isograd.errors import CommError, EngineError, headline
+from isograd.errors import EngineError, headline
 
 _DISCARDED = "_isograd_discarded"  # of an exception: the step that was dropped with it
 
@@ -163,8 +163,8 @@ class StepState:
 
     def fail(self, reason: BaseException | str) -> None:
         """The step cannot be finished; ranks are told at its gather."""
-        said = headline(reason) if isinstance(reason, BaseException) else reason
-        self.state, self.failure = State.FAILED, self.failure or said
+        self.state = State.FAILED
+        self.failure = self.failure or (headline(reason) if isinstance(reason, BaseException) else reason)
 
     def backward_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool = True) -> bool:
         """Backward from a loss: gradients of loss * weight. `last`: they may leave. False: they count for nothing."""
@@ -194,9 +194,9 @@ class StepState:
         """Backward from the terms of a loss, in one run of autograd; each is seeded with its share of the step."""
         self.must_be(State.BACKWARD)
         roots, seeds, left_out = self._shares_of(terms)
-        if self.units is not None and left_out and roots:  # other ranks gather parameters with this backward
-            raise validation.needed_elsewhere(left_out[0], self.mesh)
         if self.units is not None and left_out:
+            if roots:  # other ranks gather parameters with this backward
+                raise validation.needed_elsewhere(left_out[0], self.mesh)
             self.run_backward(left_out, [torch.zeros_like(root) for root in left_out], last=last, discard=True)
         elif len(roots) == 1:
             self._seeded(roots[0], seeds[0], last=last, discard=False)
@@ -301,8 +301,7 @@ class StepState:
         if self.state in states:
             return
         if self.state is State.FAILED:
-            if closed := self.status_group.closed:  # nothing can drop the step
-                raise CommError("IG207", axes=self.status_group.axes, closed=closed)
+            self.status_group.refuse_closed()  # nothing can drop the step
             if self.units is not None:  # the others may have begun theirs, and wait for this rank
                 self.units.abort("refused a backward: an earlier one had failed")
             raise EngineError(
@@ -324,9 +323,8 @@ class StepState:
             for slot, shown in self._placeholders.items()
             if any(p.grad is not (stand_in if slot in self.used else None) for p, stand_in in shown)
         )
-        if not changed or self.state is State.FAILED:
-            return None
-        return changed_by_hand(f"gradients of {changed[:6]}", self.mesh.describe_rank())
+        told = changed and self.state is not State.FAILED
+        return changed_by_hand(f"gradients of {changed[:6]}", self.mesh.describe_rank()) if told else None
 
     # -- 2. autograd has finished a gradient
 
@@ -343,11 +341,11 @@ class StepState:
     def collect(self, slot: Slot, gradient: Tensor) -> None:
         """Add to this rank's own sum."""
         self.used.add(slot)
-        before = self.local.get(slot)
-        if self._run is not None and self._run.factor is not None:
-            gradient = gradient.to(slot.dtype) * self._run.factor.to(slot.dtype)
-        if self._run is not None and self._run.no_loss is not None:
-            gradient = torch.where(self._run.no_loss, gradient.new_zeros(()), gradient)
+        before, run = self.local.get(slot), self._run
+        if run is not None and run.factor is not None:
+            gradient = gradient.to(slot.dtype) * run.factor.to(slot.dtype)
+        if run is not None and run.no_loss is not None:
+            gradient = torch.where(run.no_loss, gradient.new_zeros(()), gradient)
         if self._widens:
             gradient = gradient.to(slot.dtype)
         self.local[slot] = gradient if before is None else before.to(slot.dtype).add_(gradient)
@@ -459,11 +457,9 @@ class StepState:
 
     def clear(self) -> None:
         """Everything of this step is dropped, and the next one is open. Nothing may be on its way."""
-        for shown in self._placeholders.values():
-            for parameter, _ in shown:
-                parameter.grad = None
+        for parameter, _ in (pair for shown in self._placeholders.values() for pair in shown):
+            parameter.grad = None
         self.reducer.clear()
-        self.reducer.end_sums()
         self._forget()
         self.loss_sums, self.term_weights = LossSums(), self.term_weights.next_step()
         self.used.clear()
