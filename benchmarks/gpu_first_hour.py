@@ -141,7 +141,8 @@ class Hour:
         found = [*LAYOUTS] if self.devices > 1 else []
         found += OF_FOUR if self.devices % 4 == 0 else []
         counts = {"N": self.devices, "H": self.devices // 2, "Q": self.devices // 4}
-        return ["".join(str(counts.get(letter, letter)) for letter in words) for words in found]
+        words = ["".join(str(counts.get(letter, letter)) for letter in layout) for layout in found]
+        return [layout for layout in words if not layout.startswith("dp1 ")]
 
     def one_device(self) -> dict[str, Any]:
         found = self.train("one", "dp1")

@@ -147,7 +147,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
             super().teardown()
             return
         if self._layer_sync:
-            self.model = self._layer_sync.revert(self.model)
+            self.model = self._layer_sync.revert(self.lightning_module)
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
 
