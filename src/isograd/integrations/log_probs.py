@@ -22,10 +22,10 @@ from isograd.comm import ops
 from isograd.comm.consensus import all_gather_object
 from isograd.core.contract import contract_of
 from isograd.core.mesh import Mesh
+from isograd.engine.validation import pipeline_of
 from isograd.hf import attach, shard
 from isograd.hf.losses import KEYS
 from isograd.integrations.shared_rows import cut_whole_model
-from isograd.pipeline.run import Pipeline
 
 OF_LOG_PROBS, OF_SCORES = ("SFTTrainer", "DPOTrainer"), ("RewardTrainer",)  # what their losses are made of
 OTHER_KEYS = ("use_cache", "fused_lm_head", "output_router_logits")  # of a forward, beside those of a batch
@@ -47,7 +47,6 @@ class SharedLoss:
         self.trainer, self.mesh = trainer, mesh
         self._copies = mesh.size("cp") * mesh.size("tp")  # of a row, in stages
         trainer._tp_size = self._copies if mesh.size("pp") == 1 else 1  # TRL divides counts of tokens by it
-        self._references: Pipeline | None = None
         _give_forward(trainer.model, mesh)
         reference = getattr(trainer, "ref_model", None)
         if reference is not None:
@@ -59,7 +58,7 @@ class SharedLoss:
             _in_stages(trainer.model, self._loss)
             if reference is not None:
                 _in_stages(reference, trainer.compute_ref_log_probs)
-                self._references = Pipeline(reference, reference.chunks, mesh)
+        self._references = None if reference is None else pipeline_of(reference, mesh, False)
 
     def _loss(self, model: Any, micro: Mapping[str, Any]) -> tuple[Tensor, float | Tensor]:
         """Of a micro-batch, by TRL's code; its weight."""
@@ -76,7 +75,7 @@ class SharedLoss:
         are afterwards on all ranks: the means over data ranks."""
         trainer, accelerator = self.trainer, self.trainer.accelerator
         if self._references is not None:
-            for micro, pair in zip(micros, self._references.evaluate(micros), strict=False):  # none before the last
+            for micro, pair in zip(micros, self._references.evaluate(micros), strict=False):  # none on other stages
                 micro["references"] = SimpleNamespace(pair=pair)  # in no tensor: all stages have these alike
         metrics, mode = trainer._metrics, "train" if trainer.model.training else "eval"
         before, tokens = metrics[mode], trainer._total_train_tokens

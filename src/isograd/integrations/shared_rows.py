@@ -19,10 +19,10 @@ from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
 from isograd.core.contract import assemble, contract_of
 from isograd.core.mesh import Mesh
+from isograd.engine.validation import pipeline_of
 from isograd.errors import IntegrationError
 from isograd.hf import BatchPart, attach, shard
 from isograd.integrations.world import mesh_for, refuse
-from isograd.pipeline.run import Pipeline
 
 
 class RowParts:
@@ -57,7 +57,8 @@ class RowParts:
             self.loss = torch.full((), math.nan, device=self._mesh.device)
             return _LossOfStep(self.loss, self._mesh)
         model: Any = getattr(self.whole_rows, "__self__", None)
-        found: Any = Pipeline(model, model.chunks, self._mesh).evaluate([rows])  # of the last stage
+        stages = pipeline_of(model, self._mesh, False)
+        found: Any = stages and stages.evaluate([rows])  # of the last stage
         sums = [float(found[0][0] * found[0][1]), float(found[0][1])] if found else [0.0, 0.0]
         total = torch.tensor(sums, dtype=torch.float64, device=self._mesh.device)
         for axis in ("pp", "cp"):

@@ -264,11 +264,10 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any) -> Any:
         """The Trainer's. Of cut sequences: the loss is the mean over the labels of all parts, and logits are of all."""
-        staged = self.mesh.size("pp") > 1
-        if not self._shares_rows or (self.shares_loss and not staged):
+        if not self._shares_rows or (self.shares_loss and self.mesh.size("pp") == 1):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         inputs = self._prepare_inputs(inputs)
-        if staged:
+        if self.mesh.size("pp") > 1:
             with self._in_stages([inputs]):
                 return torch.tensor(self.engine.evaluate([inputs]).loss, device=self.args.device), None, None
         with self.compute_loss_context_manager():
