@@ -229,7 +229,8 @@ def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
             continue
         here = {rank for name in names for rank in read.where.get(name, analysis.holders(name))}
         held = {rank for name in names for rank in analysis.holders(name)}
-        if bug == "wrong-group" and (axis in DATA.split() or not exchange(analysis, tuple(held))):
+        apart = not (analysis.same_data(held) or exchange(analysis, tuple(held)))
+        if bug == "wrong-group" and (axis in DATA.split() or apart):
             bug = "replicas-differ"  # no parameter is cut over data ranks: these were to be copies
         where = f" on {spell(sorted(here))}" if here < held else ""  # stages may share their names
         whom = f"all {len(names)} gradients" if everything and not where else f"{classes_of(names)} ({listed(names)})"
