@@ -100,7 +100,7 @@ def test_a_signal_from_outside_is_not_the_program_s_fault(tmp_path: Path) -> Non
         ("adapter", (BUG, "outside-wrapper"), (BUG, "outside-wrapper")),
         ("ignored", (BUG, "outside-wrapper"), (BUG, "outside-wrapper")),
         ("inverted", (BUG, "nosync-missing"), (BUG, "nosync-missing")),
-        ("anew", (BUG, "copies-begin-apart"), (BUG, "copies-begin-apart")),
+        ("anew", (BUG, "replicas-differ"), (BUG, "replicas-differ")),
         ("head", (BUG, "unowned"), (BUG, "unowned")),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_habit_is_named_and_its_right_twin_passes(
 
 
 def test_inputs_that_need_a_gradient_are_given_to_one_device(judged: Any) -> None:
-    right, wrong = judged(testers.penalised, False), judged(testers.penalised, True)
+    right, wrong = judged(testers.attributed, False), judged(testers.attributed, True)
     assert (right.verdict, said(right)) == (PASS, []), right.findings
     assert said(wrong) == [(BUG, "ulysses-scale")], wrong.findings
 

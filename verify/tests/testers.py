@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from .loops import hooked
+
 
 def whitened(wrong: bool, steps: int = 4) -> None:
     """A policy gradient whose rewards are whitened. `wrong`: by mean and deviation of this rank's rows."""
@@ -348,25 +350,18 @@ def habit(kind: str, wrong: bool, steps: int = 4) -> None:
         net.zero_grad()
 
 
-def penalised(wrong: bool, steps: int = 4) -> None:
-    """A loss with the gradient to the model's inputs. `wrong`: a hook forgets to divide."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    wrapped = DistributedDataParallel(model)
-    if wrong:
-        wrapped.register_comm_hook(None, summed)
+def attributed(wrong: bool, steps: int = 4) -> None:
+    """Inputs need a gradient, which is looked at. `wrong`: a hook forgets to divide."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    wrapped = hooked(model, "factor" if wrong else "")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     own = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(steps):
         x = torch.randn(8, 6, generator=own, dtype=torch.float64).requires_grad_()
-        out = wrapped(x)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        (out.square().mean() + slope.square().sum(1).mean()).backward()
+        F.cross_entropy(wrapped(x), torch.randint(5, (8,), generator=own)).backward()
+        assert x.grad is not None
         optimizer.step()
         optimizer.zero_grad()
-
-
-def summed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
 def evaluated(wrong: bool, steps: int = 6) -> None:

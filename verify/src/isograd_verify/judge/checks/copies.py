@@ -60,27 +60,26 @@ def copies(analysis: Analysis) -> Iterator[Finding]:
     """
     if analysis.step != analysis.recording.steps[0]:
         return
-    apart: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    apart: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for name in analysis.names:
         ranks = tuple(analysis.holders(name))
         infos = [analysis.about[rank][name] for rank in ranks]
         differ = len(analysis.replica_sets(name)) == len(ranks) > 1 and len({info.shape for info in infos}) == 1
         trainable = infos[0].trainable
         alike = all(info.trainable is trainable and info.box is None for info in infos)
-        if differ and alike:
-            what = "no gradient reaches them" if not trainable else "each gradient is its own"
-            what = "their gradients are summed" if trainable and _summed(analysis, name, ranks) else what
-            apart.setdefault((ranks, what), []).append(name)
-    for (ranks, what), names in apart.items():
+        if differ and alike and not (trainable and _summed(analysis, name, ranks)):
+            apart.setdefault((ranks, trainable), []).append(name)
+    for (ranks, trainable), names in apart.items():
         summed = any(set(ranks) <= set(event.group) for event in reductions(analysis))
-        if not summed or not _data_ranks(analysis, ranks) or _exchange(analysis, ranks):
+        if not summed or not _data_ranks(analysis, ranks) or exchange(analysis, ranks):
             continue
         if not any(_shared(analysis, name, ranks) for name in analysis.names):
             continue
         axis = axis_over(analysis.recording, ranks)
         sentence = (
-            f"step {analysis.step}: {listed(names)} began with other values on each of {spell(ranks)}, and {what}, "
-            "while other tensors are copies whose gradients are summed over them"
+            f"step {analysis.step}: {listed(names)} began with other values on each of {spell(ranks)}, and "
+            f"{'each gradient is its own' if trainable else 'no gradient reaches them'}, while other tensors are "
+            "copies whose gradients are summed over them"
         )
         yield finding(BUG, "copies-begin-apart", sentence, tensors=tuple(names), axis=axis)
 
@@ -94,7 +93,7 @@ def carried(analysis: Analysis) -> Iterator[Finding]:
     )
     whole = all(analysis.covered(name) or len(analysis.replica_sets(name)) == 1 for name in analysis.names)
     summed = any(set(ranks) <= set(event.group) for event in reductions(analysis))
-    if not any(held) or not whole or not summed or not _data_ranks(analysis, ranks) or _exchange(analysis, ranks):
+    if not any(held) or not whole or not summed or not _data_ranks(analysis, ranks) or exchange(analysis, ranks):
         return
     alike = [name for name in held[0] if all(began[0][name] == of.get(name) for of in began)]
     apart = [
@@ -126,7 +125,7 @@ def _summed(analysis: Analysis, name: str, ranks: tuple[int, ...]) -> bool:
     return len(held) < 2 or any(bool((one == held[0]).all()) for one in held[1:])
 
 
-def _exchange(analysis: Analysis, ranks: tuple[int, ...]) -> bool:
+def exchange(analysis: Analysis, ranks: tuple[int, ...]) -> bool:
     """Whether these ranks exchange activations: in forward, or from stage to stage. A broadcast is of buffers, and a
     gather of shards, where there are some."""
     events = [e for rank in ranks for e in analysis.recording.ranks[rank].of(Collective, analysis.step)]

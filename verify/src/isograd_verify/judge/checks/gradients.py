@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from isograd_verify import tolerances
 from isograd_verify.judge import patterns
 from isograd_verify.judge.analysis import ELSEWHERE, Analysis, Observed
+from isograd_verify.judge.checks.copies import exchange
 from isograd_verify.judge.checks.norms import clipped_apart
 from isograd_verify.judge.checks.traffic import reduced_in_half, reductions
 from isograd_verify.judge.contributions import Fit, fit
@@ -226,10 +227,11 @@ def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
             along, bars = axis_over(analysis.recording, ranks), labelled(tensors[names[0]])
             yield finding(BUG, "inputs-differ", sentence, tensors=names, axis=along, coefficients=bars)
             continue
-        if bug == "wrong-group" and axis in DATA.split():
-            bug = "replicas-differ"  # no parameter is cut over a data axis: these were to be copies
         here = {rank for name in names for rank in read.where.get(name, analysis.holders(name))}
         held = {rank for name in names for rank in analysis.holders(name)}
+        apart = not (analysis.same_data(held) or exchange(analysis, tuple(held)))
+        if bug == "wrong-group" and (axis in DATA.split() or apart):
+            bug = "replicas-differ"  # no parameter is cut over data ranks: these were to be copies
         where = f" on {spell(sorted(here))}" if here < held else ""  # stages may share their names
         whom = f"all {len(names)} gradients" if everything and not where else f"{classes_of(names)} ({listed(names)})"
         sentence = f"step {analysis.step}: {whom}{where}: {_said(bug, kind, value, axis)}"
