@@ -39,9 +39,9 @@ from isograd.integrations.optimizer import (
     EngineOptimizer,
     TrainedModule,
     engine_optimizer,
+    full_parameters,
     load_state,
     save_state,
-    whole,
 )
 from isograd.integrations.shared_rows import CutModels, cuts_model, prepare_data_loader, whole_state
 from isograd.integrations.weights import LabelCounter
@@ -220,7 +220,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         with ExitStack() as stack:
             for one in self._trained:
                 if model in (None, one.module):
-                    stack.enter_context(whole(one.engine))
+                    stack.enter_context(full_parameters(one.engine))
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:

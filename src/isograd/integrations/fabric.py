@@ -29,9 +29,9 @@ from isograd.integrations.optimizer import (
     EngineOptimizer,
     TrainedModule,
     engine_optimizer,
+    full_parameters,
     load_state,
     save_state,
-    whole,
 )
 from isograd.integrations.shared_rows import CutStrategy, part_of_state, whole_state
 from isograd.integrations.weights import LabelCounter
@@ -158,7 +158,7 @@ class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     # -- files
 
     def _full_parameters(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return whole(next((one.engine for one in self._trained if one.module is module), None))
+        return full_parameters(next((one.engine for one in self._trained if one.module is module), None))
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Whole parameters, at every stage; all ranks come here."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
-from isograd.integrations.optimizer import EngineOptimizer, load_state, on_shards, save_state, whole
+from isograd.integrations.optimizer import EngineOptimizer, full_parameters, load_state, on_shards, save_state
 from isograd.integrations.shared_rows import CutStrategy, part_of_state, whole_state
 from isograd.integrations.weights import LabelCounter, WeightKind, rows_in
 from isograd.integrations.world import FailureReport, failed_rank_error, name_failed_rank_in_forward, refuse
@@ -83,7 +83,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     def setup(self, trainer: Any) -> None:
         """Lightning's. Behind a fit at ZeRO 3 a module that is looked at or validated is whole for it."""
-        with nullcontext() if trainer.training else whole(self.engine):
+        with nullcontext() if trainer.training else full_parameters(self.engine):
             super().setup(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -217,12 +217,12 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole parameters, at every stage; all ranks come here."""
-        with whole(self.engine):
+        with full_parameters(self.engine):
             return whole_state(super().lightning_module_state_dict(), self.lightning_module, self.mesh)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning's, at every stage."""
-        with whole(self.engine):
+        with full_parameters(self.engine):
             state = part_of_state(checkpoint["state_dict"], self.lightning_module, self.mesh)
             super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
 

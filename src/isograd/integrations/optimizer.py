@@ -208,7 +208,7 @@ def engine_optimizer(
     return EngineOptimizer(one.engine, one.stepped, one.zeroed)
 
 
-def whole(engine: Engine | None) -> AbstractContextManager[Any]:
+def full_parameters(engine: Engine | None) -> AbstractContextManager[Any]:
     """Every parameter is whole on this rank in here; at ZeRO 3 all ranks come together."""
     return nullcontext() if engine is None else engine.full_parameters()
 

@@ -38,7 +38,7 @@ from isograd.hf import attach, shard
 from isograd.hf.export import export_hf
 from isograd.hf.losses import KEYS
 from isograd.integrations.log_probs import has_loss_of_log_probs, share_log_probs
-from isograd.integrations.optimizer import EngineOptimizer, load_state, on_shards, save_state, whole
+from isograd.integrations.optimizer import EngineOptimizer, full_parameters, load_state, on_shards, save_state
 from isograd.integrations.shared_rows import (
     cut_whole_model,
     cuts_model,
@@ -424,7 +424,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     # -- files
 
     def _full_parameters(self) -> AbstractContextManager[Any]:
-        return whole(self.engine if isinstance(self.optimizer, EngineOptimizer) else None)
+        return full_parameters(self.engine if isinstance(self.optimizer, EngineOptimizer) else None)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """The Trainer's; of a model that tp or ep cuts, `ig.checkpoint.export_hf` into the folder."""

@@ -31,7 +31,7 @@ from isograd.core.loss_terms import Terms
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
 from isograd.integrations import verl_outputs
-from isograd.integrations.optimizer import load_state, save_state, whole
+from isograd.integrations.optimizer import full_parameters, load_state, save_state
 from isograd.integrations.world import mesh_for
 
 OURS, THEIRS = "isograd", "huggingface"  # in a checkpoint's folder
@@ -322,7 +322,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         from verl.utils.model import convert_weight_keys
 
-        with whole(self.engine):
+        with full_parameters(self.engine):
             for name, value in convert_weight_keys(self.module.state_dict(), self.module).items():
                 yield name, value.detach().clone()
 
@@ -353,7 +353,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
     def _describe(self, place: Path) -> None:
         model = self.module
         with_weights = "hf_model" in (getattr(self.checkpoint_config, "save_contents", None) or ())
-        with whole(self.engine) if with_weights else nullcontext():
+        with full_parameters(self.engine) if with_weights else nullcontext():
             if self.mesh.rank != 0:
                 return
             (model if with_weights else model.config).save_pretrained(place)
