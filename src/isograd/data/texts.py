@@ -166,7 +166,7 @@ def read(recipe: Recipe, part: InputPart) -> Iterator[str]:
         return
     with _opened(path) as file:
         if recipe.documents == "file" and path.suffix not in JSON_LINES:
-            yield _text_of(path, file, part.largest)
+            yield _whole_text(path, file, part.largest)
             return
         if recipe.documents == "blank" and path.suffix not in JSON_LINES:
             yield from _paragraphs(path, _lines(path, file, part), part.largest)
@@ -215,7 +215,7 @@ def values(path: Path) -> Iterator[tuple[int, Any]]:
                     ) from error
 
 
-def _text_of(path: Path, file: IO[bytes], largest: int) -> str:
+def _whole_text(path: Path, file: IO[bytes], largest: int) -> str:
     """The text of a file that is one document; its bytes are not held beside it."""
     whole = file.read(largest + 1)
     if len(whole) > largest:
@@ -233,7 +233,7 @@ def _is_array(path: Path) -> bool:
 
 def _array(path: Path, largest: int) -> list[Any]:
     with _opened(path) as file:
-        text = _text_of(path, file, largest)
+        text = _whole_text(path, file, largest)
     try:
         found: list[Any] = parse_line(text)
     except (ValueError, RecursionError) as error:
