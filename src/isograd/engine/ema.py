@@ -41,8 +41,9 @@ class WeightAverage:
         if self._optimizer.units is None:
             self._optimizer.take_edits()
         self._optimizer._collect_edits()
-        for name, master in self._optimizer.masters.items():
-            self.rows[name] = master.detach().to(torch.promote_types(master.dtype, torch.float32), copy=True)
+        masters = {name: master.detach() for name, master in self._optimizer.masters.items()}
+        wide = {name: torch.promote_types(master.dtype, torch.float32) for name, master in masters.items()}
+        self.rows.update({name: master.to(wide[name], copy=True) for name, master in masters.items()})
 
     @torch.no_grad()
     def stepped(self) -> None:

@@ -47,8 +47,8 @@ class Reducer:
         # Under way, each with the memory that it has been packed into; None where that is a gradient's own.
         self._pending: deque[tuple[Bucket, Reduction, Tensor | None]] = deque()
         self._latest = 0  # launched since the last call of `begin_pass` or `next_block`
-        # The sum of what has left of each bucket: not finite if any gradient is not. Read when a step is skipped.
-        self._totals: dict[Bucket, Tensor] = {}
+        # The sum of each bucket that has left: not finite if any gradient is not. Read when a step is skipped.
+        self._totals: list[Tensor] = []
 
     # -- launch
 
@@ -66,8 +66,7 @@ class Reducer:
             return
         flat = packing.pack(gradients, self.buffers)
         gradients.clear()
-        total, before = flat.sum(), self._totals.get(bucket)
-        self._totals[bucket] = total if before is None else before.add_(total)
+        self._totals.append(flat.sum())
         if self.sums is not None:
             self.sums.sending(bucket, packing, flat)
         reduction = reduce_rows(packing, flat, group, tree=self.tree, number=bucket.number)
@@ -131,7 +130,7 @@ class Reducer:
         """This rank, if its own gradients of this step were not finite. `reduced`: my rows; where this rank has no
         other owner beside it, they are its own gradients. The host waits."""
         alone = [rows.sum() for slot, rows in reduced.items() if slot.owners.size == 1]
-        return set() if all(map(math.isfinite, [*self._totals.values(), *alone])) else {self._rank}
+        return set() if all(map(math.isfinite, [*self._totals, *alone])) else {self._rank}
 
     def begin_sums(self) -> None:
         """Check the reductions and the messages of the step that begins."""

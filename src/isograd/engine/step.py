@@ -4,8 +4,7 @@
    `backward_terms` several ones with their shares of the step (engine/term_weights.py), and `run_backward` runs
    autograd. A gradient is a pending sum from here on, and nothing divides it.
 2. `arrived`: autograd has finished a parameter's gradient. It moves from `.grad` into `local`, this rank's own sum
-   over the backwards of the step, in fp32 (fp64 in fp64 models), and cast as it is packed at the latest. `.grad` then
-   holds a stand-in that refuses to be used.
+   over the backwards of the step, in fp32 or fp64 (one alone, as it is packed). `.grad` then refuses to be used.
 3. A bucket of gradients leaves `local` for the owners of its rows. `ReduceWhen` says when: with its last gradient
    (GRAD_READY), when backward has left its block (BLOCK_DONE), or at the step (STEP). An autograd hook waits for
    nothing that another rank may not have sent.
@@ -106,7 +105,6 @@ class StepState:
         withholds: False leaves `.grad` between backwards to the caller."""
         self.plan, self.mesh, self.reproducible, self.units = plan, mesh, reproducible, units
         self.keep_full, self.loss_scale = keep_full, loss_scale
-        self._widens = reproducible or keep_full  # a half-precision gradient at once, and not as its bucket is packed
         self.widest = widest or len(plan.slots)
         self.state = State.OPEN
         self.failure: str | None = None  # why the state is FAILED
@@ -230,8 +228,7 @@ class StepState:
             power = torch.exp2(torch.log2(seed.clamp(min=1e-30)).floor().clamp(max=largest))
             seed, factor = power, (seed / power).to(torch.float32)
         # A weight on a GPU is not looked at, which would make the GPU wait.
-        unknown = count.device.type != "cpu" and not counts
-        no_loss = (count == 0) & ~loss.detach().isfinite() if unknown else None
+        no_loss = (count == 0) & ~loss.detach().isfinite() if count.device.type != "cpu" and not counts else None
         seeds = [seed.to(loss.dtype).expand_as(loss)]
         self.run_backward([loss], seeds, last=last, discard=discard, factor=factor, no_loss=no_loss)
 
@@ -269,8 +266,7 @@ class StepState:
     def accumulate_weight_grad(self, parameter: Tensor, gradient: Tensor, *, last: bool) -> None:
         """A gradient of such a parameter that came later (nn/split_backward.py). `last`: as in `run_backward`."""
         self.must_be(State.BACKWARD)
-        slot = self._slots[id(parameter)]
-        self._taken_in(slot, gradient)
+        self._taken_in(slot := self._slots[id(parameter)], gradient)
         if last and self._outgoing.when is ReduceWhen.GRAD_READY:
             self.on_grad_ready(slot)
 
@@ -346,7 +342,7 @@ class StepState:
             gradient = gradient.to(slot.dtype) * run.factor.to(slot.dtype)
         if run is not None and run.no_loss is not None:
             gradient = torch.where(run.no_loss, gradient.new_zeros(()), gradient)
-        if self._widens:
+        if self.reproducible or self.keep_full:  # else half precision is cast as its bucket is packed
             gradient = gradient.to(slot.dtype)
         self.local[slot] = gradient if before is None else before.to(slot.dtype).add_(gradient)
 
