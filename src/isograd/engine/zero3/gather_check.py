@@ -31,7 +31,7 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.raw import Group, Handle
-from isograd.errors import EngineError
+from isograd.errors import CommError, EngineError
 
 NOTE = 128  # bytes
 HEAD = struct.Struct("<qq")  # epoch, number
@@ -111,7 +111,7 @@ class GatherOrderCheck:
     def abort(self, said: str) -> None:
         """An exception has ended what I was doing in this epoch. Waits for nobody."""
         if self.is_active:
-            with suppress(RuntimeError):  # the exception may be that the connection to one of them is lost
+            with suppress(RuntimeError, CommError):  # the connection to one of them may be lost, or mine are closed
                 self._send(Note(self.epoch, FAILED, said))
             self._next_epoch(self.epoch + 1)
 
