@@ -44,7 +44,7 @@ ARROWS = {
               "plan", "nn", "sequence", "pipeline", "comm", "core"},
     "prove": {"engine", "models", "train", "nn", "pipeline", "comm", "core"},
     "integrations": {"train", "hf", "models", "losses", "losses.contrastive", "checkpoint", "engine", "sequence",
-                     "pipeline", "comm", "core"},
+                     "comm", "core"},
 }  # fmt: skip
 EVERYTHING = {"cli", "__init__", "__main__"}
 ON_THE_VERIFIER = {"errors", "io", "prove", "cli"}  # what of isograd may import isograd_verify
@@ -61,14 +61,14 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_978,
-    "isograd-verify, lines": 18_364,
-    "comm + engine, lines": 9_284,
+    "isograd, lines": 51_621,
+    "isograd-verify, lines": 18_814,
+    "comm + engine, lines": 9_296,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,
-    "reassigned fields of engine, comm, losses": 90,
+    "reassigned fields of engine, comm, losses": 91,
     "public class names defined twice": 0,
     "identifiers that are no names": 0,
 }
