@@ -700,6 +700,41 @@ def test_behind_an_optimizer_that_raised_nothing_is_evaluated(worlds) -> None:
     assert worlds(2).run(evaluation_behind_an_optimizer_that_raised) == [["IG559: an optimizer raised"] * 2] * 2
 
 
+class Halts(Scored):
+    """Raises once."""
+
+    armed = False
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        if self.armed:
+            self.armed = False
+            raise ZeroDivisionError("in a forward")
+        return super().forward(x)
+
+
+def evaluation_that_fails(everywhere: bool) -> tuple[str, float, float]:
+    mesh, model = Mesh("dp2 zero1"), Halts(3, 2)
+    engine = Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    batch = (torch.ones(2, 3),)
+    before = engine.evaluate(batch).loss
+    model.armed = everywhere or mesh.rank == 1
+    try:
+        engine.evaluate(batch)
+        said = "evaluated"
+    except (ZeroDivisionError, EngineError) as error:
+        said = str(error)
+    return said, before, engine.train_step(batch).loss
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_an_evaluation_that_fails_on_a_rank_ends_on_all_and_training_goes_on(worlds, everywhere: bool) -> None:
+    """Its connections were closed, though no other rank waits inside a forward of dp: the run was over."""
+    for rank, (said, before, after) in enumerate(worlds(2).run(evaluation_that_fails, everywhere)):
+        mine = everywhere or rank == 1
+        assert said == "in a forward" if mine else "IG550" in said and "rank 1: ZeroDivisionError" in said
+        assert after == before
+
+
 def half_a_step_before_a_load(zero: int, folder: str) -> list[bool]:
     model, engine = engine_of(zero)
     with CheckpointManager(folder, engine) as keeper:

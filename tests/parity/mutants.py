@@ -286,11 +286,16 @@ def broken_debt(pattern: str, change: str) -> Any:
 # -- weights, norms, steps ------------------------------------------------------------------------------------------
 
 
-def _totals_with(change: Callable[[Any, Any], Any]) -> Any:
-    from isograd.engine.engine import Engine
+def _totals_with(change: Callable[[Any, Any, Any], Any]) -> Any:
+    """`change` is given the mesh, the table of the step and what was read from it."""
+    from isograd.engine import step_status
 
-    original = Engine._step_totals
-    return _patched(Engine, "_step_totals", lambda self, *said: change(self, original(self, *said)))
+    original = step_status.totals
+
+    def changed(table: Any, weights: Any, unused: Any, mesh: Any, scale: Any) -> Any:
+        return change(mesh, table, original(table, weights, unused, mesh, scale))
+
+    return _patched(step_status, "totals", changed)
 
 
 def _mean_of_means() -> Any:
@@ -418,15 +423,15 @@ NAMED: dict[str, Callable[[], Any]] = {
     "weight: mean of means": _mean_of_means,
     "weight: counted but not in the seed": _weight_without_seed,
     "weight: loss divided by the accumulation": _accumulation_divided,
-    "weight: doubled": lambda: _totals_with(lambda e, t: replace(t, weight=t.weight * 2)),
+    "weight: doubled": lambda: _totals_with(lambda mesh, _, t: replace(t, weight=t.weight * 2)),
     "weight: averaged over data ranks": lambda: _totals_with(
-        lambda e, t: replace(t, weight=t.weight / e.mesh.size("dp cp"))
+        lambda mesh, _, t: replace(t, weight=t.weight / mesh.size("dp cp"))
     ),
     "weight: counted by every tp rank": lambda: _totals_with(
-        lambda e, t: replace(t, weight=t.weight * e.mesh.size("tp"))
+        lambda mesh, _, t: replace(t, weight=t.weight * mesh.size("tp"))
     ),
     "weight: this rank's only": lambda: _totals_with(
-        lambda e, t: replace(t, weight=max(1.0, float(e.step_state.loss_sums.weight)))
+        lambda mesh, table, t: replace(t, weight=max(1.0, float(table.weight[mesh.rank])))
     ),
     "weight: left out of the step": lambda: _step_scaled("no weight"),
     "accumulation: only the last micro-batch": _last_micro_batch_only,

@@ -32,7 +32,7 @@ dog.joined(f"rank {rank} (dp{rank})", [f"host{n}" for n in range(size)])
 dog.stepped()
 dog.beat("in step 3, optimizer")
 message = SimpleNamespace(wait=lambda: time.sleep(60))
-handle = Handle(SimpleNamespace(ranks=range(size)) if other else None)
+handle = Handle(SimpleNamespace(ranks=range(size), refuse_closed=lambda: None) if other else None)
 handle.add(message, int(other or 0))
 if kind == "waits elsewhere":
     handle.wait()

@@ -237,13 +237,18 @@ class Engine:
         like the model, which returns {name: weight} (None: no terms); without it, by a pass without gradients.
         """
         self._refuse_failed()
-        try:
+        with self._told_to_others():
             with self._watch.naming_changes(self.mesh):
                 self.accumulate(batch, micro_batches)
             return self.step()
+
+    @contextmanager
+    def _told_to_others(self) -> Iterator[None]:
+        """An exception in here drops the step: ranks of dp come to its gather, or have been in the one that dropped it.
+        Ranks of other axes may wait for this one inside a layer: the next call refuses the step with them."""
+        try:
+            yield
         except BaseException as error:
-            # Ranks of dp all come to the gather of this step, or all have been in the one that dropped it. Ranks of
-            # other axes may wait for this one inside a layer: the next call refuses the step with them.
             connected = self.mesh.size("world") == 1 or self.step_state.status_group.handle is not None
             if self.step_state.already_discarded or not connected:
                 raise
@@ -302,16 +307,19 @@ class Engine:
         return self._inputs.evaluating()
 
     @torch.no_grad()
-    @raw.abort_group_on_interrupt()
     def evaluate(self, batch: Any, micro_batches: int | None = None) -> Evaluation:
         """The mean loss of all data ranks' batches, under any layout; train or eval mode is the caller's choice."""
         micros = batches.micro_batches(batch, micro_batches)
-        self._check_lockstep("begins an evaluation")  # its forwards would pass for those of a step
-        with self._inputs.evaluating():
-            results = self.pipeline.evaluate(micros) if self.pipeline else [batches.call(self.model, m) for m in micros]
+        waits = self.mesh.layers_wait or self._units is not None  # other ranks, for this one's forward
+        with self._told_to_others(), self._inputs.evaluating():
+            with raw.abort_group_on_interrupt() if waits else nullcontext():
+                self._check_lockstep("begins an evaluation")  # its forwards would pass for those of a step
+                pipeline, call = self.pipeline, partial(batches.call, self.model)
+                results = pipeline.evaluate(micros) if pipeline else list(map(call, micros))
             mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))
-            self._gather_step_status(Status.EVALUATES)
-            table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
+            with raw.abort_group_on_interrupt():
+                self._gather_step_status(Status.EVALUATES)
+                table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
             self._inputs.check(table[:, evaluation.COLUMNS :])
         weight, _, terms = table[:, : evaluation.COLUMNS].unbind(1)
         if not bool(terms.any()):

@@ -198,11 +198,12 @@ def unpacked(numbers: Tensor, width: int) -> Tensor:
 def refuse_failed(table: StepStatus, step_state: StepState, problem: str | None, this_rank_discards: bool) -> None:
     """All ranks together: when one of them failed or drops the step, all do. `this_rank_discards`: it asked."""
     mesh, ranks, inconsistent = step_state.mesh, len(table.status), table.ranks(Status.INCONSISTENT)
+    gave_up = inconsistent + table.ranks(Status.FAILED) + table.ranks(Status.DISCARDS)
     begins, alike = table.ranks(Status.BEGINS), {status: table.ranks(status) for status in TOGETHER}
     for status, found in alike.items():
-        if 0 < len(found) < ranks and not inconsistent:
+        if 0 < len(found) < ranks and not gave_up:
             raise EngineError("IG555", where=mesh.describe_rank(), does=TOGETHER[status], found=found)
-    if any(alike.values()) and not inconsistent:
+    if any(alike.values()) and not gave_up:
         return
     if len(begins) + len(table.ranks(Status.FINE)) == ranks:
         if begins and len(begins) < ranks:

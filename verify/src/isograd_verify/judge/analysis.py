@@ -36,7 +36,7 @@ from isograd_verify.record.events import (
     micro_of,
 )
 from isograd_verify.record.recording import Recording
-from isograd_verify.tell.wording import meanings, spread
+from isograd_verify.tell.wording import axis_over, meanings, spread
 
 INSIDE = "the optimizer sums them inside its step, where they are not read"
 ELSEWHERE = "they are copied out of the model, and an optimizer steps copies of the parameters: those are not read"
@@ -242,6 +242,8 @@ class Analysis:
                     sent.append({record.rank, event.peer})
         held = [{name: about.before for name, about in first.items()} for first in self.first]
         alike = [pair for pair in pairs if len({repr(held[rank]) for rank in pair}) == 1]
+        if self.recording.about.get("layout"):  # at ZeRO 3 data ranks of isograd send each other notes
+            alike = [pair for pair in alike if axis_over(self.recording, tuple(sorted(pair))) == "pp"]
         return [pair for pair in alike if not any(pair <= ranks for ranks in summed)]
 
     def replicas_of(self, name: str, rank: int) -> set[int]:

@@ -210,12 +210,11 @@ def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
     sizes = group_sizes(analysis.recording)
     telling -= read.alike | set(read.undetermined)  # neither tells which contributions are missing
     for (known, kind, value, axis), tensors in read.patterned.items():
-        if kind == patterns.UNREDUCED:
-            tensors |= {name: {} for name in read.undetermined if own_only(analysis, name)}
-        names = tuple(sorted(tensors, key=lambda name: (not tensors[name], name)))
+        names = tuple(sorted(tensors))
         everything = set(names) >= telling
         bug = known or bug_of(Symptom(kind, value), names, everything, sizes, ())
         if not bug and kind == patterns.UNREDUCED:
+            names += tuple(name for name in sorted(read.undetermined) if own_only(analysis, name))
             bug = never_summed(analysis, names)
         parts = other_data(analysis) if kind == patterns.UNREDUCED else None
         if parts is not None:
@@ -260,7 +259,10 @@ def other_data(analysis: Analysis) -> tuple[tuple[int, ...], tuple[str, ...]] | 
 def own_only(analysis: Analysis, name: str) -> bool:
     """Whether what a rank added explains its gradient, of a tensor with too few numbers to tell all contributions."""
     for seen in analysis.observed(name):
-        parts = {key: part for key, part in analysis.contributions(name, seen.own).items() if key[0] in seen.ranks}
+        every = analysis.contributions(name, seen.own)
+        if math.prod(analysis.info(name).whole) > len(every):
+            return False
+        parts = {key: part for key, part in every.items() if key[0] in seen.ranks}
         found = fit(seen.sketch, parts, analysis.tolerance(name), seen.own)
         if found is None or not found.uniform:
             return False
