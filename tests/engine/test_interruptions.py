@@ -16,6 +16,7 @@ from isograd.comm import raw, threads
 from isograd.comm.launch import launch
 from isograd.core.mesh import Mesh
 from isograd.engine import norm, reducer, step_status, zero
+from isograd.engine.zero3.gather_check import GatherOrderCheck
 from isograd.nn import ExpertOptions
 from tests.comm.test_interrupted import Alarm
 
@@ -238,3 +239,26 @@ def cut_off_and_read(layout: str) -> list[str]:
 def test_after_closed_connections_no_parameters_are_read(layout: str) -> None:
     """At ZeRO 3 they had no memory (reads beyond it), below they differed between ranks."""
     assert threads.run(cut_off_and_read, 2, layout, timeout=30) == [["IG207", "IG207"]] * 2
+
+
+def ctrl_c_in_a_backward() -> str:
+    mesh, model = Mesh("dp2 zero3"), net()
+    engine = ig.Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1), blocks=[*model])
+    loss = model(torch.ones(2, 64).double()).mean()
+
+    @raw.abort_group_on_interrupt()
+    def hit(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    if mesh.rank == 0:
+        GatherOrderCheck.confirm = hit  # type: ignore[method-assign]
+    try:
+        engine.backward(loss, weight=2)
+    except (KeyboardInterrupt, ig.IsogradError) as error:
+        return type(error).__name__
+    return ""
+
+
+def test_ctrl_c_at_zero3_keeps_its_name() -> None:
+    """The note that tells the others could not be sent any more, which was raised in its place."""
+    assert launch(ctrl_c_in_a_backward, 2, timeout=60) == ["KeyboardInterrupt", "CommError"]
