@@ -131,6 +131,9 @@ def _left_behind() -> tuple[str, list[float]]:
     group = Mesh("dp2").group("dp")
     memory = torch.full((3,), 7.0)
     handle = raw.receive_start([memory], group, 1 - group.index)
+    raw.store_set(f"asked {group.index}")
+    while not raw.store_check(f"asked {1 - group.index}"):  # the other one's would find closed connections
+        time.sleep(0.01)
     raw.leave("a test")
     with pytest.raises(ig.errors.CommError) as refused:
         handle.wait()

@@ -71,7 +71,7 @@ class FakeWorld:
             self._turns = {rank: turn for rank, turn in self._turns.items() if turn.is_alive()}
         if errors:
             raise errors[0]
-        return results
+        return {rank: results[rank] for rank in programs}
 
     def wait_for_values(self, me: int, keys: Iterable[Key]) -> None:
         """Let the ranks run that have yet to say these words."""
