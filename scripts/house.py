@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_621,
-    "isograd-verify, lines": 18_814,
-    "comm + engine, lines": 9_296,
+    "isograd, lines": 51_630,
+    "isograd-verify, lines": 18_816,
+    "comm + engine, lines": 9_305,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

@@ -227,8 +227,7 @@ class Analysis:
 
     @cached_property
     def stages(self) -> list[set[int]]:
-        """Pairs of ranks that began with one seed and hold two stages of a pipeline all the same: one sends something
-        to the other between its forward and its backward, and nothing sums over both."""
+        """Pairs of ranks that began with one seed and hold two stages: one sends to the other before its backward."""
         pairs, summed = list[set[int]](), list[set[int]]()
         for record in self.recording.ranks:
             sent, called = list[set[int]](), False
@@ -238,12 +237,11 @@ class Analysis:
                     pairs += [pair for pair in sent if pair not in pairs]
                 elif isinstance(event, Collective) and event.op in REDUCING:
                     summed.append(set(event.group))
-                elif isinstance(event, Collective) and event.op == "send" and event.phase == "other" and called:
+                elif isinstance(event, Collective) and (event.op, event.phase, called) == ("send", "other", True):
                     sent.append({record.rank, event.peer})
-        held = [{name: about.before for name, about in first.items()} for first in self.first]
-        alike = [pair for pair in pairs if len({repr(held[rank]) for rank in pair}) == 1]
+        alike = [p for p in pairs if len({repr({n: a.before for n, a in self.first[r].items()}) for r in p}) == 1]
         if self.recording.about.get("layout"):  # at ZeRO 3 data ranks of isograd send each other notes
-            alike = [pair for pair in alike if axis_over(self.recording, tuple(sorted(pair))) == "pp"]
+            alike = [pair for pair in alike if axis_over(self.recording, (*pair,)) == "pp"]
         return [pair for pair in alike if not any(pair <= ranks for ranks in summed)]
 
     def replicas_of(self, name: str, rank: int) -> set[int]:
