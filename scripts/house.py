@@ -61,7 +61,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_630,
+    "isograd, lines": 51_631,
     "isograd-verify, lines": 18_816,
     "comm + engine, lines": 9_305,
     "arrows between packages": 132,

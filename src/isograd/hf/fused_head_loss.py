@@ -120,7 +120,8 @@ def refuse_logits(model: Any, joined: FusedHeadLoss) -> None:
     """Put a refusal in the place of the cut logits of a forward. Registered last: a trial of attention reads them."""
 
     def after(_: Any, args: tuple[Any, ...], output: Any) -> None:
-        if joined.on and isinstance(output, dict) and "logits" in output:
+        has_logits: bool = isinstance(output, dict) and "logits" in output
+        if joined.on and has_logits:
             output.logits = CutLogits(joined.mesh)
         joined.on = False
 
