@@ -237,27 +237,24 @@ class Engine:
         like the model, which returns {name: weight} (None: no terms); without it, by a pass without gradients.
         """
         self._refuse_failed()
-        with self._told_to_others():
+        try:
             with self._watch.naming_changes(self.mesh):
                 self.accumulate(batch, micro_batches)
-            return self.step()
-
-    @contextmanager
-    def _told_to_others(self) -> Iterator[None]:
-        """An exception in here drops the step: ranks of dp come to its gather, or have been in the one that dropped it.
-        Ranks of other axes may wait for this one inside a layer: the next call refuses the step with them."""
-        try:
-            yield
+            return self.step()  # and nothing behind it, where an exception would pass for one of this step
         except BaseException as error:
-            connected = self.mesh.size("world") == 1 or self.step_state.status_group.handle is not None
-            if self.step_state.already_discarded or not connected:
-                raise
-            if isinstance(error, Exception) and not self.mesh.layers_wait:
-                self.step_state.fail(error)
-                self.discard()
-            elif not isinstance(error, IsogradError):
-                self.step_state.fail(error)
+            self._tell_others(error)
             raise
+
+    def _tell_others(self, error: BaseException) -> None:
+        """Drop the step: ranks of dp come to its gather, or were in it; others may wait in a layer, until the next call."""
+        connected = self.mesh.size("world") == 1 or self.step_state.status_group.handle is not None
+        if self.step_state.already_discarded or not connected:
+            return
+        if isinstance(error, Exception) and not self.mesh.layers_wait:
+            self.step_state.fail(error)
+            self.discard()
+        elif not isinstance(error, IsogradError):
+            self.step_state.fail(error)
 
     def accumulate(self, batch: Any, micro_batches: int | None = None) -> None:
         """What `train_step` does before `step`: in between, `grads` shows what the step will use."""
@@ -309,18 +306,21 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, batch: Any, micro_batches: int | None = None) -> Evaluation:
         """The mean loss of all data ranks' batches, under any layout; train or eval mode is the caller's choice."""
-        micros = batches.micro_batches(batch, micro_batches)
+        micros, pipeline = batches.micro_batches(batch, micro_batches), self.pipeline
         waits = self.mesh.layers_wait or self._units is not None  # other ranks, for this one's forward
-        with self._told_to_others(), self._inputs.evaluating():
-            with raw.abort_group_on_interrupt() if waits else nullcontext():
-                self._check_lockstep("begins an evaluation")  # its forwards would pass for those of a step
-                pipeline, call = self.pipeline, partial(batches.call, self.model)
-                results = pipeline.evaluate(micros) if pipeline else list(map(call, micros))
-            mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))
-            with raw.abort_group_on_interrupt():
-                self._gather_step_status(Status.EVALUATES)
-                table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
-            self._inputs.check(table[:, evaluation.COLUMNS :])
+        try:
+            with self._inputs.evaluating():
+                with raw.abort_group_on_interrupt() if waits else nullcontext():
+                    self._check_lockstep("begins an evaluation")  # its forwards would pass for those of a step
+                    results = pipeline.evaluate(micros) if pipeline else [batches.call(self.model, m) for m in micros]
+                mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))
+                with raw.abort_group_on_interrupt():
+                    self._gather_step_status(Status.EVALUATES)
+                    table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
+                self._inputs.check(table[:, evaluation.COLUMNS :])
+        except BaseException as error:
+            self._tell_others(error)
+            raise
         weight, _, terms = table[:, : evaluation.COLUMNS].unbind(1)
         if not bool(terms.any()):
             return evaluation.of_losses(step_status.of_data(table, self.mesh)[:, :2])
