@@ -246,7 +246,7 @@ class Engine:
             raise
 
     def _tell_others(self, error: BaseException) -> None:
-        """Drop the step. Ranks of dp come to its gather, or were in it; others may wait in a layer till the next call."""
+        """Drop the step. Ranks of dp come to its gather, or were in it; others wait in a layer till the next call."""
         connected = self.mesh.size("world") == 1 or self.step_state.status_group.handle is not None
         if self.step_state.already_discarded or not connected:
             return
