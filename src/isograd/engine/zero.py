@@ -145,8 +145,8 @@ class ShardedOptimizer:
         self.plan, self.stage, self.units, self.offload, self.across = plan, stage, units, offload, across
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
         pairs = [(slot, self.masters[slot.name], self._target(slot)) for slot in plan.slots if slot not in across]
-        # Whose master is wider than the parameter, or lies on the host.
-        self._has_own_memory = [s for s, m, rows in pairs if (m.dtype, m.device) != (rows.dtype, rows.device)]
+        # Masters with memory of their own: wider than the parameter, or on the host.
+        self._separate_masters = {s: m for s, m, rows in pairs if (m.dtype, m.device) != (rows.dtype, rows.device)}
         self._free_rows()
         self._collect_edits()
         shards = Shards(self.masters.items(), {slot.name for slot in plan.slots if slot.uncut_matrix})
@@ -293,16 +293,16 @@ class ShardedOptimizer:
         left when nothing was edited; on a GPU, which nothing waits for here, each element is chosen.
         """
         for bucket in self.plan.buckets:
-            if slots := [slot for slot in bucket.slots if slot in self._has_own_memory]:
-                _take([self._target(slot) for slot in slots], [self.masters[slot.name] for slot in slots])
+            if slots := [slot for slot in bucket.slots if slot in self._separate_masters]:
+                _take([self._target(slot) for slot in slots], [self._separate_masters[slot] for slot in slots])
         self._free_rows()
 
     def _free_rows(self) -> bool:
         """ZeRO 3: half-precision rows are made of their masters as they are gathered. Whether it is so here."""
         if self.units is None or self.offload:
             return False
-        for slot in self._has_own_memory:
-            self.units.params[id(slot.parameter)].free_rows(self.masters[slot.name])
+        for slot, master in self._separate_masters.items():
+            self.units.params[id(slot.parameter)].free_rows(master)
         return True
 
     @torch.no_grad()
@@ -319,9 +319,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _write_back(self, reducer: Reducer) -> None:
-        if not self._free_rows() and self._has_own_memory:
-            masters: list[Tensor] = [self.masters[slot.name] for slot in self._has_own_memory]
-            torch._foreach_copy_([self._target(slot) for slot in self._has_own_memory], masters)
+        if not self._free_rows() and self._separate_masters:
+            masters: list[Tensor] = list(self._separate_masters.values())
+            torch._foreach_copy_([self._target(slot) for slot in self._separate_masters], masters)
         wholes = {slot: self.masters[slot.name].data for slot in self.across.slots if self.across.is_home(slot)}
         self.across.spread(wholes, {slot: self._target(slot) for slot in self.across.slots})
         if 0 < self.stage < 3:
