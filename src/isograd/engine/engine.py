@@ -38,7 +38,7 @@ from isograd.engine.blocks import homes, repeated_blocks
 from isograd.engine.device_decision import DeviceDecision, DeviceStep
 from isograd.engine.evaluation import Evaluation
 from isograd.engine.gradients import Gradients
-from isograd.engine.nonfinite import NonFiniteReport, find_nonfinite
+from isograd.engine.nonfinite import find_nonfinite
 from isograd.engine.plan import make_plan, slot_of
 from isograd.engine.precision import LossScale
 from isograd.engine.stats import Stats
@@ -133,7 +133,6 @@ class Engine:
         self.step_state.withhold_masters(self._sharded_optimizer.masters)
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local, self._sync = overlap, accumulate == "local", True
-        self.nonfinite: NonFiniteReport | None = None  # of the last step, when it was skipped
         self._inputs = InputChecks(model, mesh)
         self._device_decision = DeviceDecision(mesh, self._sharded_optimizer, self.step_state, clip, self._inputs.peers)
         self._tallies = StepCounters(model, mesh)
@@ -198,13 +197,9 @@ class Engine:
         if not exact and announces.keys() <= set(term_weights.names):  # the terms of the step before
             announces = {name: announces.get(name, 0.0) for name in term_weights.names}
         table = self._gather_step_status(Status.BEGINS, announces=announces, wrong=wrong)
-        try:
+        with step_status.refusing(step_state, self._drop):
             columns = table.loss, table.more["terms"]
             step_state.term_weights = term_weights.agreed(*columns, announces, exact=exact, single=single)
-        except EngineError as error:
-            self._drop()
-            step_state.mark_discarded(error)
-            raise
 
     def begin_single_backward(self, /, **weights: float | Tensor) -> None:
         """Before a backward of terms: unless the step was begun, its weights are the step's, which takes no other."""
@@ -356,10 +351,10 @@ class Engine:
             scale = 1.0 / (totals.weight * totals.loss_scale)
             grad_norm = total_norm * scale if taken is None else taken.grad_norm
             step_state, skipped = self.step_state, not math.isfinite(grad_norm)
-            self.nonfinite = None
+            nonfinite = None
             if skipped:
                 nonfinite_ranks = step_state.reducer.not_finite(step_state.final_shards)
-                self.nonfinite = find_nonfinite(step_state.final_shards, totals.losses, nonfinite_ranks, self.mesh)
+                nonfinite = find_nonfinite(step_state.final_shards, totals.losses, nonfinite_ranks, self.mesh)
             factor = min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip is not None else 1.0
             raised = None if taken is None else taken.raised
             if taken is None and not skipped:
@@ -372,7 +367,7 @@ class Engine:
         if problem is not None:
             step_state.mark_discarded(problem)
             raise problem
-        return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale, totals.terms)
+        return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale, totals.terms, nonfinite)
 
     def _end(self, committed: bool) -> None:
         self._tallies.end(committed=committed)

@@ -121,7 +121,8 @@ class Reducer:
 
     def take_reduced(self) -> dict[Slot, Tensor]:
         """My rows, summed over the data axes; this object keeps none of them."""
-        found, self.reduced = self.reduced, {}
+        found = dict(self.reduced)
+        self.reduced.clear()
         return found
 
     # -- checks
@@ -164,7 +165,8 @@ class Reducer:
     def clear(self) -> None:
         """A new step begins. Nothing may be under way."""
         assert not self._pending, "reductions of the step before have not ended"
-        self.reduced, self._latest = {}, 0
+        self._latest = 0
+        self.reduced.clear()
         self.sent.clear()
         self._totals.clear()
         self.end_sums()

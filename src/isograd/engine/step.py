@@ -352,7 +352,8 @@ class StepState:
 
     def forget_own(self) -> None:
         """This rank's own sums were cleared by the user, and their weight with them."""
-        self.local, self.loss_sums = {}, replace(self.loss_sums, weight=0.0)
+        self.loss_sums = replace(self.loss_sums, weight=0.0)
+        self.local.clear()
         self.used.clear()
 
     # -- 3. a bucket leaves
@@ -416,7 +417,7 @@ class StepState:
         self.must_be(State.OPEN, State.REDUCED)
         if flush:
             if self._tree:
-                self.local = dict(zip(self.plan.slots, self._tree.cut(), strict=True))
+                self.local.update(zip(self.plan.slots, self._tree.cut(), strict=True))
             self._outgoing = _Outgoing(ReduceWhen.STEP, self.plan.buckets)
             self._flush()
         with record_function("isograd: reduce gradients"):
@@ -471,8 +472,9 @@ class StepState:
         self.clear()
 
     def _forget(self) -> None:
-        self.local, self.final_shards, self._tree = {}, {}, Tree()
-        self.full.clear()
+        self._tree = Tree()
+        for gradients in (self.local, self.final_shards, self.full):
+            gradients.clear()
 
     # -- a step that was dropped already
 

@@ -332,7 +332,7 @@ class _Run:
         self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
         if self.task.engine.loss_scale is not None and self.skipped_in_a_row < MOST_SKIPPED:
             return None  # how a loss scale finds its place
-        whose = f"not finite: {self.task.engine.nonfinite}"
+        whose = f"not finite: {stats.nonfinite}"
         self._event("skipped", whose, step)
         if self.config.safety.not_finite == "skip" and self.skipped_in_a_row < MOST_SKIPPED:
             return None
