@@ -116,7 +116,7 @@ def nccl() -> Iterator[Communicators]:
     def new_group(axes: str, ranks: tuple[int, ...], *more: Any) -> Any:
         group = make_group(axes, ranks, *more)
         if axes == "pp" and group.size > 1:
-            group.handle = Nccl(group.handle.process_group, group.handle.ranks, group.handle.index)
+            group.transport = Nccl(group.transport.process_group, group.transport.ranks, group.transport.index)
         return group
 
     def batch(ops: list[dist.P2POp]) -> list[Posted]:

@@ -50,14 +50,14 @@ SMALL_BYTES = 1 << 16  # below this an all-reduce is one exchange of whole tenso
 
 def is_nccl(group: Group) -> bool:
     """Whether this group's transport has reductions of its own (NCCL), and the host never waits for its messages."""
-    return group.handle is not None and group.handle.native
+    return group.transport is not None and group.transport.native
 
 
 def _transport(group: Group) -> Transport:
     group.refuse_closed()
-    if group.handle is None:
+    if group.transport is None:
         raise CommError("IG201", seen=f"group of ranks {group.ranks}", axes=group.axes)
-    found: Transport = group.handle
+    found: Transport = group.transport
     return found
 
 

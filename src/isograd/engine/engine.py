@@ -242,7 +242,7 @@ class Engine:
 
     def _tell_others(self, error: BaseException) -> None:
         """Drop the step. Ranks of dp come to its gather, or were in it; others wait in a layer till the next call."""
-        connected = self.mesh.size("world") == 1 or self.step_state.status_group.handle is not None
+        connected = self.mesh.size("world") == 1 or self.step_state.status_group.transport is not None
         if self.step_state.already_discarded or not connected:
             return
         if isinstance(error, Exception) and not self.mesh.layers_wait:

@@ -87,7 +87,7 @@ class SequenceGroups:
 
     def get_sequence_parallel_group(self) -> Any:
         """torch's process group of them."""
-        return self._mesh.group("cp").handle.process_group
+        return self._mesh.group("cp").transport.process_group
 
     def get_data_parallel_world_size(self) -> int:
         """How many sequence groups there are."""
