@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import isograd as ig
-from isograd.comm import fake, raw
+from isograd.comm import fake
 from isograd.comm.handle import Handle
-from isograd.comm.record import Entry
+from isograd.comm.record import Entry, recording
 from isograd.core.contract_table import contracts
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
@@ -46,7 +46,7 @@ def recorded(
     ranks = layout.ranks("pp", layout.world_size - 1) if layout.pp > 1 else (0, layout.world_size - 1)
 
     def step(rank: int) -> list[Entry]:
-        with raw.recording() as record:
+        with recording() as record:
             mesh = Mesh.imagine(layout, rank, world)
             model = ig.models.Transformer(TransformerConfig.from_dict(options), mesh, dtype=torch.bfloat16)
             model.recompute = recompute

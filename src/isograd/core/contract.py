@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from isograd.comm import raw
-from isograd.comm.raw import even_sizes
+from isograd.comm.group import even_sizes
 from isograd.core.mesh import DATA, EXPERT_DATA, Mesh
 from isograd.errors import ContractError
 

@@ -28,6 +28,7 @@ from torch.profiler import record_function
 
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
+from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.contract_table import contracts
 from isograd.core.input_checks import InputChecks
 from isograd.core.loss_terms import Terms
@@ -56,7 +57,7 @@ from isograd.io.safetensors_reader import Weights
 class Engine:
     """Trains a model under any layout with the gradient of one device; see the head of this file."""
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def __init__(
         self,
         model: nn.Module,
@@ -305,11 +306,11 @@ class Engine:
         waits = self.mesh.layers_wait or self._units is not None  # other ranks, for this one's forward
         try:
             with self._inputs.evaluating():
-                with raw.abort_group_on_interrupt() if waits else nullcontext():
+                with abort_group_on_interrupt() if waits else nullcontext():
                     self._check_lockstep("begins an evaluation")  # its forwards would pass for those of a step
                     results = pipeline.evaluate(micros) if pipeline else [batches.call(self.model, m) for m in micros]
                 mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))
-                with raw.abort_group_on_interrupt():
+                with abort_group_on_interrupt():
                     self._gather_step_status(Status.EVALUATES)
                     table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
                 self._inputs.check(table[:, evaluation.COLUMNS :])
@@ -346,7 +347,7 @@ class Engine:
         """Complete every gradient, clip, step the optimizer. All ranks step or none does."""
         if not self._sync:
             raise EngineError("IG511", seen="no_sync is still open", where=self.mesh.describe_rank())
-        with raw.abort_group_on_interrupt():
+        with abort_group_on_interrupt():
             totals, total_norm, taken = self._finish_reductions(whole=True)
             scale = 1.0 / (totals.weight * totals.loss_scale)
             grad_norm = total_norm * scale if taken is None else taken.grad_norm
@@ -434,7 +435,7 @@ class Engine:
             value = norm.reproducible_norm(squared, *around)
         return step_status.totals(table, step_state.term_weights, unused, self.mesh, scale), value, taken
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def _gather_step_status(
         self,
         status: Status,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
+from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.mesh import Mesh
 from isograd.engine.packing import Buffers, Reduction, packing_of, reduce_rows
 from isograd.engine.plan import Bucket, Plan, Slot
@@ -52,7 +53,7 @@ class Reducer:
 
     # -- launch
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def launch(self, bucket: Bucket, gradients: list[Tensor]) -> None:
         """Send a bucket's gradients to the owners of their rows. The list is emptied, so that packed ones are freed."""
         while len(self._pending) >= AT_ONCE and self._pending[0][1].arrived_within(0.0):
@@ -105,7 +106,7 @@ class Reducer:
         while self._pending:
             self._finish()
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def _finish(self) -> None:
         bucket, reduction, packed = self._pending[0]
         rows = reduction.wait() if self.sums is None else self.sums.wait(bucket, reduction)

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from isograd.comm import raw
+from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.engine import validation
@@ -147,7 +148,7 @@ class StepState:
         except BaseException as error:
             self.fail(error)
             if self.mesh.on_cards and self.mesh.layers_wait:  # kernels of other ranks wait for its messages
-                with raw.abort_group_on_interrupt():
+                with abort_group_on_interrupt():
                     raise
             raise
 
