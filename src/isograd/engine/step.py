@@ -376,7 +376,7 @@ class StepState:
 
     @torch.no_grad()
     def end(self) -> None:
-        """The backward is over: what it has not sent leaves, or stays."""
+        """The backward is over: buckets that it has not sent leave, or their gradients stay in `local`."""
         if self.reproducible:
             self._tree.grow([self._taken(slot) for slot in self.plan.slots])
         elif self._outgoing.when is not ReduceWhen.STEP:
