@@ -20,10 +20,12 @@ house = module_from_spec(_spec)
 _spec.loader.exec_module(house)
 
 
+@pytest.mark.medium
 def test_no_rule_of_the_house_is_broken() -> None:
     assert not house.House().breaches()
 
 
+@pytest.mark.medium
 def test_the_page_of_files_is_up_to_date() -> None:
     """python scripts/house.py --tree > docs/tree.md"""
     assert (ROOT / "docs" / "tree.md").read_text() == house.tree_page()

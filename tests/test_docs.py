@@ -95,6 +95,7 @@ def test_a_page_agrees_only_with_what_it_shows(shown: str, printed: str, equal: 
     assert agrees(shown, printed) is equal
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "page", [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in SLOW else []) for p in PAGES]
 )

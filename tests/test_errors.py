@@ -93,6 +93,7 @@ def test_every_error_says_more_than_its_first_line() -> None:
     assert not bare, f"give seen, expected or fix: {sorted(bare)}"
 
 
+@pytest.mark.medium
 def test_a_call_gives_the_fields_of_its_code_in_the_catalogue_or_texts_of_its_own() -> None:
     used = set()
     for _, code, call in raised():

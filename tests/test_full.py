@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "full.py"
 FILES = {
     "tests/a/test_one.py": "def test_right():\n    pass\n",
@@ -25,6 +27,7 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", *own, *words], cwd=folder, check=True, capture_output=True)
 
 
+@pytest.mark.medium
 def test_pieces_are_run_one_after_another_and_a_new_commit_begins_anew(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     for name, text in FILES.items():

@@ -116,6 +116,7 @@ def wrong_on_rank_1(layout: str) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("layout", "named"), [("dp2 zero1", ["dp1"]), ("tp2 sp", ["tp0", "tp1"]), ("pp2", ["pp"])])
 def test_a_wrong_id_is_refused_on_all_ranks_naming_the_rank_that_had_it(worlds, layout: str, named: list[str]) -> None:
     """FAILURES A5."""
@@ -225,6 +226,7 @@ def unlike_beside_the_batch(layout: str, what: str) -> tuple[str, str]:
     return refused(engine.step)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("layout", "what", "code"),
     [

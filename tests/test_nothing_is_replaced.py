@@ -162,6 +162,7 @@ def verify(_: Path) -> None:
     assert report.ok, f"\n{report}"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("part", PARTS)
 def test_torch_is_as_it_was(part: str, tmp_path: Path) -> None:
     from isograd.data import build

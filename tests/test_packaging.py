@@ -91,6 +91,7 @@ VERBS = {
 HELPED = [["--help"], *([c, "--help"] for c in COMMANDS), *([c, v, "--help"] for c, vs in VERBS.items() for v in vs)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("words", HELPED, ids=" ".join)
 def test_help_answers_at_once_within_80_columns_and_without_torch(words: list[str]) -> None:
     script = (

@@ -129,6 +129,7 @@ def steps_in(home: StorePath) -> list[int]:
     return [step for step, _ in found]
 
 
+@pytest.mark.medium
 def test_a_folder_of_a_store_is_kept_as_one_of_a_disk(home: StorePath) -> None:
     """Saved, pruned, replaced, set aside, swept: what is listed is whole."""
     for step in (1, 2, 3):
@@ -152,6 +153,7 @@ def test_a_folder_of_a_store_is_kept_as_one_of_a_disk(home: StorePath) -> None:
     assert folder.one_of(home) == folder.checkpoints(home)[-1][1]
 
 
+@pytest.mark.medium
 def test_a_later_take_of_a_step_replaces_the_earlier_one(home: StorePath) -> None:
     saved(home, 1)
     first = folder.checkpoints(home)[0][1]
@@ -167,6 +169,7 @@ def _named(found: write.SaveJob, name: str) -> write.SaveJob:
     return replace(found, place=folder.partial(found.folder, found.step, name))
 
 
+@pytest.mark.medium
 def test_a_job_that_another_has_followed_gives_no_name(home: StorePath) -> None:
     saved(home, 1)
     folder.Lock(home, "later")

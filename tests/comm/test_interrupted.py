@@ -60,6 +60,7 @@ def stepped(mesh: Mesh) -> None:
     engine.step()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("what", ["a collective", "a step"])
 def test_the_next_collective_is_refused_and_the_other_rank_is_told(what: str) -> None:
     first, second = launch(_waits, 2, what, timeout=60)
@@ -123,6 +124,7 @@ def _left_with_a_message() -> float:
     return 0.0
 
 
+@pytest.mark.medium
 def test_a_rank_that_leaves_ends_the_waits_of_others_at_once() -> None:
     """gloo kept the connections for as long as a thread or a frame of an exception held one of its messages: others
     waited until the process ended, or half an hour."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 from torch.distributed import distributed_c10d
 
@@ -27,6 +28,7 @@ def keys_after_each_step() -> list[int]:
     return counts
 
 
+@pytest.mark.medium
 def test_a_rank_that_is_late_at_every_step_costs_the_store_no_name(worlds) -> None:
     for counts in worlds(2).run(keys_after_each_step):
         assert len(set(counts)) == 1, counts

@@ -20,6 +20,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("layout", "model"), LAYOUTS, ids=[layout for layout, _ in LAYOUTS])
 def test_threads_give_the_bits_of_gloo(worlds, layout: str, model: str) -> None:
     ranks, case = Layout.parse(layout).world_size, cases.Case(layout, model, 3)
@@ -65,6 +66,7 @@ def waits_for_nothing() -> None:
         raw.receive_start([torch.empty(3)], mesh.group("dp"), 1).wait()
 
 
+@pytest.mark.medium
 def test_a_hang_is_an_error_that_names_the_ranks() -> None:
     with pytest.raises(ig.IsogradError, match=r"IG254(.|\n)*\[0, 1\]"):
         threads.run(waits_for_nothing, 2, timeout=1)

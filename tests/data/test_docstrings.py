@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from isograd.data import builtin_chats
 
 
+@pytest.mark.medium
 def test_sentences_of_docstrings_and_their_words_in_another_order(tmp_path: Path) -> None:
     file = builtin_chats.conversations(tmp_path / "talks.jsonl", "docstrings")
     talks = [json.loads(line)["messages"] for line in file.read_text().splitlines()]

@@ -82,6 +82,7 @@ def test_an_added_token_that_is_not_called_special_is_one_token(tmp_path: Path) 
     assert counted(chats, TALK) == ["yes<|im_end|>"] and chats.markers == {}
 
 
+@pytest.mark.medium
 def test_markers_of_text_are_said_with_their_number_of_tokens(tmp_path: Path, capsys: Any) -> None:
     folder = tokenizer(tmp_path / "tokenizer", "<tools>" + LLAMA)
     chats = Chats(folder)

@@ -137,6 +137,7 @@ def stands_still() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.medium
 def test_a_member_that_no_signal_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that waits for a file system that does not answer."""
     monkeypatch.setattr(worker_pool, "LEFT_S", 1.0)
@@ -319,6 +320,7 @@ def dies_unnoticed() -> None:
     raw.all_max(torch.ones(1), Mesh("dp2").group("world"))
 
 
+@pytest.mark.medium
 def test_a_death_is_a_death_when_the_others_feel_it_before_the_launcher_is_told() -> None:
     """The run ended with the error of a rank whose connection had closed."""
     with WorkerPool() as pool:
@@ -344,6 +346,7 @@ def raises_and_is_slow_to_answer() -> None:
     raw.all_max(torch.ones(1), Mesh("dp2").group("world"))
 
 
+@pytest.mark.medium
 def test_the_cause_of_the_end_is_named_and_not_the_connection_that_closed_after_it() -> None:
     with WorkerPool() as pool, pytest.raises(LaunchError, match="rank 0 of 2 raised the above first") as caught:
         pool.fill(2)

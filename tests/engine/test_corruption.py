@@ -323,6 +323,7 @@ def step_with_a_flip(layout: str, model: str, axes: str, flips: Counter[str]) ->
     return said
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("layout", "model", "axes"),
     [

@@ -93,6 +93,7 @@ def cost(layout: str) -> tuple[int, int, int, int, int]:
     return costs[0]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layout", TABLE)
 def test_a_step_costs_what_the_table_says(layout: str) -> None:
     assert cost(layout) == TABLE[layout]

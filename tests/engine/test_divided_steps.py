@@ -53,6 +53,7 @@ def trained(layout: str, name: str, divides: bool, dtype: torch.dtype, clip: flo
         return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("name", MAKE)
 def test_parameters_are_those_of_an_engine_that_divides_itself(worlds: Any, name: str, clip: float | None) -> None:

@@ -95,6 +95,7 @@ CASES = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("layout", "place", "kind"), CASES, ids=lambda value: str(value).replace(" ", "-"))
 def test_no_rank_takes_a_step_that_another_one_did_not(layout: str, place: str, kind: str) -> None:
     """FAILURES E1, E2: rank 1's step returned as taken, its first matrix off by 4.8e6."""
@@ -144,6 +145,7 @@ def _raise(*_: Any) -> None:
     raise Alarm("in a layer")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layout", ["dp2 ep2", "tp2", "cp2 ring"])
 def test_a_rank_that_fails_in_a_layer_is_named_where_others_wait_for_it(layout: str) -> None:
     """FAILURES E3: a raw TypeError, or a wait."""

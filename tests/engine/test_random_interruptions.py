@@ -354,6 +354,7 @@ def one(case: tuple[str, int, Point, type, str], runs: Callable[[tuple[Any, ...]
     return found[victim].hit is not None
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("first", range(0, 105, 15))
 def test_a_step_is_right_or_refused_wherever_an_exception_comes(first: int) -> None:
     reached = [one(draw(seed), _threads) for seed in range(first, first + 15)]

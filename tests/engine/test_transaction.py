@@ -275,6 +275,7 @@ def between_backward_and_step(layout: str, who: str) -> None:
             engine.discard()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("layout", "who"),
     [("", "all"), *((f"dp2 zero{zero}", who) for zero in (0, 1, 3) for who in ("all", "one"))],

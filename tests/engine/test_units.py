@@ -277,6 +277,7 @@ def bytes_of_a_step(layout: str, options: dict[str, Any]) -> tuple[int, int]:
     return sent // 3, sum(p.numel() * p.itemsize for p in model.parameters())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_three_times_the_blocks_and_twice_the_rest_cross_the_wire_or_twice_all_when_kept(worlds, ranks: int) -> None:
     """Of six blocks the last one is whole from its forward to its backward, which is the next thing that happens."""

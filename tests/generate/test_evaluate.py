@@ -60,6 +60,7 @@ def measured(place: str, layout: str) -> dict[str, float]:
     return scorer_of(place, words_of(place), Mesh(layout), 7, 2).perplexity(TEXTS)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layout", ["dp1", "dp2", pytest.param("tp2 sp", marks=pytest.mark.medium), "cp2"])
 def test_perplexity_is_that_of_transformers_under_every_layout(worlds, folder: Path, layout: str) -> None:
     loss, count = by_hand(folder, 7)

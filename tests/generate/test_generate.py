@@ -81,6 +81,7 @@ def without_cache(writer: Writer, prompt: Sequence[int], how: Sampling, sample: 
     return ids[len(prompt) :]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "how",
     [
@@ -324,6 +325,7 @@ def test_what_is_missing_is_said_with_the_line_to_type(folder: Path, tmp_path: P
         writer.prompt_of([{"role": "user", "content": "a"}])
 
 
+@pytest.mark.medium
 def test_a_conversation_in_a_terminal(folder: Path) -> None:
     """Two questions and the end of the input, in a terminal of its own; the model's words do not move it."""
     parent, child = pty.openpty()
@@ -345,6 +347,7 @@ def test_a_conversation_in_a_terminal(folder: Path) -> None:
     assert seen.count(b"> ") == 4 and b"\x1b" not in seen.replace(b"\x1b[?2004h", b"").replace(b"\x1b[?2004l", b"")
 
 
+@pytest.mark.medium
 def test_a_run_and_its_checkpoint_write_as_the_folder_that_is_made_of_them(tmp_path: Path, capsys: Any) -> None:
     """A run of two steps on bytes, on the ranks of its layout; then `ckpt convert` beside it."""
     run = tmp_path / "run"

@@ -171,6 +171,7 @@ def test_a_tab_that_is_closed_in_the_middle_leaves_the_model_to_the_next(
     assert said(server, ASKED)[-1] == {"end": 1}
 
 
+@pytest.mark.medium
 def test_the_command_serves_a_run_s_curve_until_ctrl_c(folder: Path) -> None:  # noqa: F811
     """In a folder that looks like a run; in a browser, if there is one, the curve is drawn."""
     rows = [{"step": step, "loss": 3 - step / 10} for step in range(5)] + [

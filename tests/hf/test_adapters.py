@@ -41,6 +41,7 @@ def proofs() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.medium
 def test_the_proof_covers_adapters_and_names_those_whose_sum_is_missing(worlds) -> None:
     layer = "model.layers.0."
     for found in worlds(2).run(proofs):

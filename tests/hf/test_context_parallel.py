@@ -419,6 +419,7 @@ def mean_of(mesh: Mesh, model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, T
     return model(**part.inputs).loss, part.weight
 
 
+@pytest.mark.medium
 def test_the_verifier_proves_an_attached_model() -> None:
     report = ig.verify(case, ["cp2 ring", "cp2 ulysses zero1"])
     assert report.ok, f"\n{report}"

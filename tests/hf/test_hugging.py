@@ -148,6 +148,7 @@ def distance(found: Tensor, expected: Tensor, floor: float) -> float:
     return float((found - expected).norm()) / max(float(expected.norm()), floor)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_and_parameters_are_one_devices(worlds, kind: str) -> None:
     layout = "tp2 zero1" if kind in ("qwen2", "phi3") else "tp2"
@@ -164,6 +165,7 @@ def proven(kind: str) -> list[str]:
     return found + [f"cp2 ring: {name}" for name in trained(kind, "cp2 ring", **FAMILIES[kind])]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families_that_only_transformers_has_are_proven_under_every_layout(worlds, kind: str) -> None:
     assert worlds(2).run(proven, kind) == [[], []]
@@ -194,6 +196,7 @@ def attached(kind: str, layout: str) -> list[str]:
     return [name for name, gradient in ours.items() if not distance(gradient, theirs[name], 1e-6) <= 1e-9]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [("qwen3", "tp2"), ("qwen3", "dp2 zero3"), ("qwen2", "tp2 sp zero1"), ("qwen3", "pp2"), ("qwen3_moe", "dp2 ep2")],

@@ -94,6 +94,7 @@ def trained(kind: str, layout: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [("eurobert", "tp2"), ("t5gemma", "tp2 zero1"), ("qwen2_vl", "tp2"), ("bert", "dp2 zero3")],

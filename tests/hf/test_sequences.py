@@ -19,6 +19,7 @@ from tests.hf.test_hugging import config_of, trained
 
 # What each shows: a tie, biases and key heads that tp does not divide; experts; latent attention, whose own projections
 # are whole; an attention of which all features are gathered.
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "deepseek_v3", "olmo2"])
 def test_gradients_and_parameters_are_one_devices(worlds, kind: str) -> None:
     assert worlds(2).run(trained, kind, "tp2 sp zero1") == [[], []]

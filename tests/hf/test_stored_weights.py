@@ -36,6 +36,7 @@ def saved(kind: str, folder: Path) -> Any:
     return model
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_boxes_of_each_parameter_are_those_of_the_model_that_was_saved(tmp_path: Path, kind: str) -> None:
     model = saved(kind, tmp_path)

@@ -88,6 +88,7 @@ def by_deepspeed(stage: int, accumulation: int, way: str, kind: str = "llama") -
     return seen
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "ranks, cases",
     [

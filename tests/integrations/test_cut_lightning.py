@@ -110,6 +110,7 @@ CASES = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("ranks, layout, accumulation, kind", CASES)
 def test_a_loop_of_fabric_has_the_gradients_of_one_device(
     worlds, ranks: int, layout: str, accumulation: int, kind: str
@@ -138,6 +139,7 @@ def test_a_fit_of_lightning_has_them_under_pp(
         same(whole | found, rows_of(layout, accumulation), kind)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("manual", [False, True])
 @pytest.mark.parametrize("ranks, layout, accumulation, kind", CASES)
 def test_a_fit_of_lightning_has_the_gradients_of_one_device(
@@ -202,6 +204,7 @@ CUT = [["cp2 ring zero1", "tp2 sp zero3"], ["tp2 zero2", "cp2 ulysses"]]
 STAGED = [["pp2 1f1b", "pp2 zb zero1"], ["tp2 zero1", "pp2 1f1b"], ["pp2 1f1b zero3", "cp2 ring"]]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("fabric", "layouts"), [(True, both) for both in CUT] + [(False, both) for both in [*CUT, *STAGED]]
 )

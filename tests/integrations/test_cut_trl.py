@@ -193,6 +193,7 @@ CASES = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 @pytest.mark.parametrize(("ranks", "layout", "accumulation", "family"), CASES)
 def test_trls_loops_have_the_gradients_of_one_device(
@@ -201,6 +202,7 @@ def test_trls_loops_have_the_gradients_of_one_device(
     compare(worlds(ranks).run(trained, kind, layout, accumulation, family), kind, layout, accumulation, family)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("ranks", "layout", "accumulation", "family"),
     [

@@ -56,6 +56,7 @@ print(ig.integrations.deepspeed.initialize.__name__)
 """
 
 
+@pytest.mark.medium
 def test_without_any_of_the_libraries_isograd_imports_and_each_door_says_what_to_install() -> None:
     """In a process that finds none of them. DeepSpeed's loop needs no package of DeepSpeed."""
     missing = ",".join((*INTEGRATIONS, "lightning_fabric", "pytorch_lightning", "tokenizers"))

@@ -182,6 +182,7 @@ def test_a_loader_that_raises_is_told_to_all_ranks(worlds, odd: bool) -> None:
     assert ("are no tensors" if odd else "no such shard") in second[0]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("script", ["deepspeed_5664.py", "deepspeed_5248.py", "deepspeed_1902.py"])
 def test_a_founding_case_is_right_on_four_ranks(script: str) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]

@@ -59,6 +59,7 @@ def gradients(layout: str, how: str) -> dict[str, Tensor]:
     return {**found, "loss": torch.tensor(engine.step().loss)}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("how", ["plain", "recompute", "logits", "first labels only"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_one_devices(worlds, layout: str, how: str) -> None:

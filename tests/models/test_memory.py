@@ -69,6 +69,7 @@ def plain(tied: str) -> dict[str, Tensor]:
     return {**{n: p.grad for n, p in model.named_parameters() if p.grad is not None}, "loss": loss.detach()}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("tied", CONFIGS)
 @pytest.mark.parametrize("layout", LAYOUTS)

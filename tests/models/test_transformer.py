@@ -90,6 +90,7 @@ def test_recomputed_and_compiled_blocks_have_the_gradients_of_plain_ones(worlds,
             assert float((found[n] - expected).norm()) <= 1e-12 * max(float(expected.norm()), 1e-6), n
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-gpt2"])
 def test_blocks_are_compiled_without_a_graph_break_as_one_graph_for_all(name: str) -> None:
     from torch._dynamo.utils import counters

@@ -42,6 +42,7 @@ def gradients(name: str, layout: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return {key: value.double().clone() for key, value in engine.grads().items()}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", MODELS)
 def test_every_gradient_is_that_of_fp64_with_an_error_of_bf16(worlds, name: str) -> None:
     (truth,) = worlds(1).run(gradients, name, "1", torch.float64)

@@ -162,6 +162,7 @@ def under_the_rules(layout: str) -> toys.Outcome:
 truth = cache(partial(toys.one_device, modules, MICRO_BATCHES))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_first_messages_block_and_no_schedule_hangs(worlds, ranks: int, schedule: str) -> None:
@@ -188,6 +189,7 @@ def both_ways(shared: bool) -> str:
         return str(got.tolist())
 
 
+@pytest.mark.medium
 def test_each_direction_between_two_neighbours_has_a_queue_of_its_own(worlds) -> None:
     """A18: in one queue, two ranks that send to each other before they receive would wait for ever."""
     assert worlds(2).run(both_ways, False) == ["[1.0, 1.0, 1.0]", "[0.0, 0.0, 0.0]"]

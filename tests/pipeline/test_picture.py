@@ -63,6 +63,7 @@ def test_a_measured_timeline_is_drawn_to_scale_with_both_bubbles() -> None:
     assert "bubble measured 43.8%, 25.0% if messages took no time" in text
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("sizes", SCHEDULES)
 def test_a_file_has_a_row_for_each_rank_and_nothing_from_elsewhere(sizes, tmp_path: Path) -> None:
     schedule = build(*sizes)

@@ -141,6 +141,7 @@ def test_parameters_in_closed_form_are_those_of_the_model(layout: str, options: 
         )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("layout", "more"),
     [

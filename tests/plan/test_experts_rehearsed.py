@@ -55,6 +55,7 @@ def running(layouts: tuple[str, ...]) -> dict[str, list[Entry]]:
     return {layout: recorded(Mesh(layout)) for layout in layouts}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_imagined_ranks_with_an_even_load_send_what_running_ones_do(worlds, ranks: int) -> None:
     real = worlds(ranks).run(running, RUN[ranks])

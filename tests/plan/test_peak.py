@@ -26,6 +26,7 @@ def build(mesh: Mesh, device: str | None = "meta") -> tuple[Engine, Any, int]:
     return engine, (tokens, tokens), 2
 
 
+@pytest.mark.medium
 def test_a_predicted_peak_is_what_the_allocator_counts_within_one_percent() -> None:
     engine, batch, micro_batches = build(Mesh("dp1"), None)
     engine.train_step(batch, micro_batches)

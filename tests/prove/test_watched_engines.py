@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TWO = """
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ for seed in (1, 2):
 """
 
 
+@pytest.mark.medium
 def test_two_engines_in_one_program_pass(tmp_path: Path) -> None:
     """The second one's gradients were taken for the first one's, and its own were "never reduced"."""
     program = tmp_path / "two.py"

@@ -81,6 +81,7 @@ def run_shapes(layout: str, heads: tuple[int, int], packed: bool) -> list[dict[s
     return [run(layout, heads, batch, length, packed) for batch, length in SHAPES]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -63,6 +63,7 @@ def one_device(parts: int, rows: str) -> tuple[Found, list[Tensor]]:
     return found, [load.long(), bias]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rows", ["uneven", "empty"])
 @pytest.mark.parametrize(("ranks", "layout"), [(2, "dp2 ep2"), (2, "tp2 ep2 zero1"), (4, "dp2 cp2 ulysses ep4")])
 def test_the_gradient_is_that_of_the_full_batch_on_one_device(worlds, ranks: int, layout: str, rows: str) -> None:

@@ -96,6 +96,7 @@ def runs() -> dict[str, tuple[dict[str, Tensor], float]]:
     return found
 
 
+@pytest.mark.medium
 def test_distillation_and_a_subclass_of_clip_loss_have_the_gradient_of_one_device(worlds) -> None:
     true = {}
     for name, counts in (("even", EVEN), ("uneven", UNEVEN)):

@@ -151,6 +151,7 @@ def runs() -> dict[str, tuple[dict[str, Tensor], float]]:
     return found
 
 
+@pytest.mark.medium
 def test_every_option_and_matryoshka_have_the_gradient_of_one_device(worlds) -> None:
     for found in worlds(2).run(runs):
         assert len(found) == 2 * len(OPTIONS) + 2

@@ -81,6 +81,7 @@ FORMULA = {  # beside the reductions of buckets: of W ranks
 }
 
 
+@pytest.mark.medium
 def test_messages_follow_the_formula_whatever_the_chunks_tiles_and_towers(worlds) -> None:
     for ranks, layout, chunks in ((2, "dp2 zero1", [1, 4]), (4, "dp4 zero0", [4])):
         for found in worlds(ranks).run(messages, layout, chunks):

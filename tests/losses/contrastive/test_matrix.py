@@ -108,6 +108,7 @@ def expected(parts: int, **more: Any) -> Found:
 SLOW = ["dp4", "dp4 zero1", "dp4 zero3", "dp2 cp2 ring zero3", "dp2 tp2 sp zero2", "cp2 ulysses tp2 sp zero2"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layout", few([text for ranks in LAYOUTS.values() for text in ranks], slow=SLOW))
 def test_the_gradient_is_that_of_the_full_batch_on_one_device(worlds, layout: str) -> None:
     sizes = Layout.parse(layout)
