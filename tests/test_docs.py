@@ -209,6 +209,7 @@ def test_a_page_that_uses_a_recipe_says_how_a_wheel_gives_it() -> None:
         assert {name for name in named if f"isograd new {name}" not in text} == set(), page
 
 
+@pytest.mark.medium
 def test_the_page_of_expectations_names_tests_that_exist(tmp_path: Path) -> None:
     expected = runpy.run_path(str(ROOT / "scripts" / "expected.py"))
     rows = expected["rows"]((ROOT / "scripts" / "expected.txt").read_text())

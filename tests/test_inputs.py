@@ -170,6 +170,7 @@ def data_by_rank(model_of: str, unlike: str) -> tuple[str, str]:
     return refused(engine.step)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("case", "unlike", "code"),
     [

@@ -79,6 +79,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damage_is_said_once_with_the_place_and_the_older_checkpoint_is_taken(
     two: Path, tmp_path: Path, kind: str
@@ -212,6 +213,7 @@ LIES: dict[str, tuple[Callable[[Any], object], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("lie", LIES)
 def test_a_manifest_that_lies_of_the_optimizer_is_refused_by_name(two: Path, tmp_path: Path, lie: str) -> None:
     change, said = LIES[lie]
@@ -238,6 +240,7 @@ def test_an_optimizer_that_steps_the_other_way_is_refused_by_name(two: Path, tmp
         keeper.load(home / folder.name_of(2))
 
 
+@pytest.mark.medium
 def test_a_mutated_manifest_loads_right_or_is_refused_with_the_field(two: Path, tmp_path: Path) -> None:
     """26 of 100 ended in a TypeError, a ValueError or the like."""
     home = tmp_path / "two"

@@ -158,6 +158,7 @@ def without_engine(out: Path, layout: str) -> None:
     export_hf(Transformer(toys.CONFIGS["gpt2"], Mesh(layout)), out)
 
 
+@pytest.mark.medium
 def test_a_model_that_no_engine_holds_goes_out_too(worlds, tmp_path: Path) -> None:
     worlds(4).run(without_engine, tmp_path / "four", "pp2 tp2")
     without_engine(tmp_path / "one", "1")

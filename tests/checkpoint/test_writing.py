@@ -77,6 +77,7 @@ OF_EACH = ("begun", "half written", "written", "recorded")
 KILLS = [(0, phase) for phase in PHASES if phase != "copied"] + [(1, phase) for phase in OF_EACH]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("rank", "phase"), KILLS)
 def test_a_rank_that_is_killed_at_any_phase_leaves_a_whole_checkpoint(tmp_path: Path, phase: str, rank: int) -> None:
     both(tmp_path, 1)

@@ -97,6 +97,7 @@ def _alarmed(seed: int) -> dict[int, float]:
     return done
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_ranks_never_go_on_apart_wherever_one_is_interrupted(seed: int) -> None:
     first, second = launch(_alarmed, 2, seed, timeout=100)

@@ -332,6 +332,7 @@ def test_a_null_that_no_template_text_stands_for_is_refused_by_number(tmp_path: 
         Chats(tokenizer(tmp_path / "b", with_calls(refuses)))(line)
 
 
+@pytest.mark.medium
 def test_nulls_in_parquet_and_in_json_lines_are_the_same(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

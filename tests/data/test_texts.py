@@ -74,6 +74,7 @@ def test_json_lines_give_the_text_under_the_key_however_they_are_cut(tmp_path: P
     assert texts_of([path], shard, key="body") == texts
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shard", [1, 200, 10_000])
 def test_parquet_gives_its_rows_and_nulls_are_empty(tmp_path: Path, shard: int) -> None:
     import pyarrow

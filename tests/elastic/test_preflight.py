@@ -88,6 +88,7 @@ def test_every_pair_measures_once_and_nobody_has_two_partners_at_a_time() -> Non
     )  # one of each machine
 
 
+@pytest.mark.medium
 def test_a_link_is_measured_and_a_closed_port_is_said() -> None:
     listener = LinkListener("127.0.0.1")
     link = measure(0, 1, "127.0.0.1", listener.port, 5.0, speed=True)

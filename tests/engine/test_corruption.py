@@ -302,6 +302,7 @@ def two_engines() -> list[str]:
     return said
 
 
+@pytest.mark.medium
 def test_the_sums_of_an_engine_stay_when_another_one_steps_beside_it(worlds) -> None:
     assert worlds(2).run(two_engines) == threads.run(two_engines, 2, timeout=60) == [["None"] * 2] * 2
 

@@ -101,6 +101,7 @@ def weighed_in_every_order(total: int) -> None:
         toys.assert_same_training(outcome, truth)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("ranks", "total"), [(1, 2), (2, 6), (4, 4)])
 def test_weighed_backwards_give_the_gradient_of_one_device_whichever_sync(worlds, ranks: int, total: int) -> None:
     worlds(ranks).run(partial(weighed_in_every_order, total))
@@ -403,6 +404,7 @@ def an_engine_takes_over() -> None:
     assert_close(found, truth)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "act",
     [

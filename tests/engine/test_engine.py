@@ -74,6 +74,7 @@ def as_on_nccl(zero: int) -> toys.Outcome:
         return toys.engine_run(f"dp{world.world()[1]} zero{zero}")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_native_collectives_give_the_same_gradients(worlds, ranks: int, zero: int) -> None:

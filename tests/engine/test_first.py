@@ -35,6 +35,7 @@ def made(layout: str, dtype: torch.dtype, device: str | None) -> dict[str, Tenso
     return {name: value.float() for name, value in whole(engine).items()}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero3", "tp2 sp zero3"])
 def test_a_model_on_the_meta_device_gets_the_same_values_as_without(worlds, layout: str, dtype: torch.dtype) -> None:

@@ -41,6 +41,7 @@ def masters_of_one_device(dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_bf16_keeps_fp32_masters_and_sums_in_fp32(worlds, ranks: int, zero: int) -> None:
@@ -133,6 +134,7 @@ def edited_between_steps(layout: str, inside: bool) -> dict[str, Tensor]:
     return {name: p.detach().view(torch.int16).clone() for name, p in model.named_parameters()} | masters
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_half_precision_parameters_edited_anywhere_are_kept(worlds, zero: int) -> None:
     """FAILURES A10: `load_state_dict`, clamp_ and edits of `.data` were undone by the next step, silently."""

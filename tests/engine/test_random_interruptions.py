@@ -361,6 +361,7 @@ def test_a_step_is_right_or_refused_wherever_an_exception_comes(first: int) -> N
     assert sum(reached) > 10
 
 
+@pytest.mark.medium
 def test_a_rank_that_skips_an_evaluation_and_trains_is_found_at_its_first_gather() -> None:
     """At ZeRO 3 with a ring: its forwards passed for those of the evaluation, and all ranks waited for ever."""
     layout, entering = "dp2 cp2 ring zero3", "between"
@@ -368,6 +369,7 @@ def test_a_rank_that_skips_an_evaluation_and_trains_is_found_at_its_first_gather
     assert one((layout, 1, (entering, "call", last), RuntimeError, "nothing"), _threads)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", [476, 1178])
 def test_an_optimizer_that_raises_on_one_rank_is_refused_on_all(seed: int) -> None:
     """The others took the step with its old rows; in a pipeline at ZeRO 3 they evaluated while it trained on."""

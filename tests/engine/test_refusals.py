@@ -248,6 +248,7 @@ def refusal_of(action: Callable[[], None]) -> tuple[str, str]:
     return "", "nothing was refused"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("action", REFUSED, ids=lambda a: a.__name__)
 def test_a_wrong_state_is_refused_on_every_rank_with_its_remedy(worlds, action: Callable[[], None]) -> None:
     code, hint = REFUSED[action]

@@ -265,6 +265,7 @@ def test_a_random_sequence_gives_the_gradient_of_its_definition_or_is_refused(wo
     worlds(ranks).run(partial(sequences, 100 * ranks, count))
 
 
+@pytest.mark.medium
 def test_a_rank_that_has_settled_settles_again_when_another_rank_has_more(worlds) -> None:
     """Found by hand among 2,100: `grads`, then a backward under no_sync on some ranks; those landed for ever."""
     worlds(3).run(partial(sequences, 30_658, 1, terms=False))

@@ -157,6 +157,7 @@ def test_without_a_mutant_the_sequences_pass(worlds) -> None:
     assert worlds(1).run(partial(outcome, None)) == [""]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_sequences_see_a_broken_step(worlds, name: str) -> None:
     (said,) = worlds(1).run(partial(outcome, name))

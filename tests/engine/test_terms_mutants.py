@@ -163,16 +163,19 @@ def outcome_of_stages(name: str | None) -> str:
             return str(error)
 
 
+@pytest.mark.medium
 def test_without_a_mutant_all_is_right(worlds) -> None:
     assert worlds(2).run(partial(outcome, None)) == ["", ""]
     assert worlds(2).run(partial(outcome_of_stages, None)) == ["", ""]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_scale_of_a_term_is_seen(worlds, name: str) -> None:
     assert any(worlds(2).run(partial(outcome, name))), f"{name}: survives"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", OF_STAGES)
 def test_a_broken_term_of_a_stage_is_seen(worlds, name: str) -> None:
     assert any(worlds(2).run(partial(outcome_of_stages, name))), f"{name}: survives"

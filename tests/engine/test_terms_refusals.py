@@ -154,6 +154,7 @@ CODES = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("zero", [1, 3])
 def test_what_one_rank_does_wrong_is_refused_on_all(worlds, zero: int) -> None:
     told = worlds(2).run(partial(refused_together, zero))

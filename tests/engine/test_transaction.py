@@ -613,6 +613,7 @@ def fails(*_: object) -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("zero, way", [(1, "data"), (1, "backward"), (3, "data"), (3, "backward"), (None, "backward")])
 def test_a_handler_that_discards_on_every_rank_loses_one_step(worlds, zero: int | None, way: str) -> None:
     """A refusal has dropped the step already: a second gather would meet the next step of the rank that failed."""
@@ -668,6 +669,7 @@ def optimizer_that_raises(zero: int, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_an_optimizer_that_raises_is_refused_on_all_ranks_until_a_checkpoint_is_loaded(
     worlds, zero: int, tmp_path: Path
@@ -748,6 +750,7 @@ def half_a_step_before_a_load(zero: int, folder: str) -> list[bool]:
         return [float((g - expected[name]).norm()) <= 1e-9 for name, g in engine.grads().items()]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_load_drops_what_a_step_under_way_has_gathered(worlds, zero: int, tmp_path: Path) -> None:
     assert all(all(right) for right in worlds(2).run(half_a_step_before_a_load, zero, str(tmp_path)))

@@ -360,6 +360,7 @@ def edited(dtype: torch.dtype, layout: str) -> tuple[dict[str, Tensor], dict[str
     return whole, masters, loss, unedited
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_full_parameters_are_for_reading_and_editing(worlds, dtype: torch.dtype) -> None:
     truth = worlds(2).run(edited, dtype, "dp2 zero1")[0]
@@ -400,6 +401,7 @@ def taken_over(layout: str) -> dict[str, Tensor]:
         return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
+@pytest.mark.medium
 def test_another_engine_takes_a_model_over(worlds) -> None:
     truth = worlds(2).run(taken_over, "dp2 zero1")[0]
     for found in worlds(2).run(taken_over, "dp2 zero3"):
@@ -423,6 +425,7 @@ def half(layout: str, keep_gathered: bool) -> tuple[dict[str, Tensor], set[torch
         return {n: p.detach().view(-1).view(torch.int16).clone() for n, p in model.named_parameters()}, seen
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("keep_gathered", [False, True])
 def test_bf16_parameters_are_gathered_in_bf16(worlds, keep_gathered: bool) -> None:
     truth, _ = worlds(2).run(half, "dp2 zero1", False)[0]
@@ -461,6 +464,7 @@ def weights_of_two_steps(layout: str) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.medium
 def test_blocks_of_two_dtypes_and_a_shared_weight_have_the_bits_of_zero1(worlds) -> None:
     truth = worlds(2).run(weights_of_two_steps, "dp2 zero1")[0]
     for found in worlds(2).run(weights_of_two_steps, "dp2 zero3"):
@@ -578,6 +582,7 @@ def in_a_row(layout: str, kind: str) -> dict[str, Tensor]:
     return {name: g.clone() for name, g in engine.grads().items()}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["in place", "passing on", "ending"])
 def test_a_block_is_freed_by_its_own_outputs(worlds, kind: str) -> None:
     model, weight = Row(kind), 0

@@ -66,6 +66,7 @@ def trained(folder: str) -> float:
     return loss
 
 
+@pytest.mark.medium
 def test_a_step_is_pefts_and_what_is_written_is_what_peft_and_transformers_read(worlds, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -18,6 +18,7 @@ from isograd.hf.proof import compare
 from tests.hf.test_hugging import config_of, trained
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("layout", "ranks"), [("dp2 ep2", 2), ("tp2 ep2", 2), ("dp2 tp2 ep2 zero3", 4)])
 def test_gradients_and_parameters_are_one_devices(worlds, layout: str, ranks: int) -> None:
     assert worlds(ranks).run(trained, "qwen3_moe", layout) == [[]] * ranks
@@ -41,6 +42,7 @@ def proofs() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.medium
 def test_the_proof_covers_the_balance_loss_and_names_a_router_without_a_gradient(worlds) -> None:
     for found in worlds(2).run(proofs):
         assert found["balance"] == []

@@ -30,6 +30,7 @@ def test_with_other_axes_they_are(worlds, layout: str, ranks: int) -> None:
     assert worlds(ranks).run(trained, "qwen3_moe", layout) == [[]] * ranks
 
 
+@pytest.mark.medium
 def test_stages_pass_on_parts_of_sequences(worlds) -> None:
     assert worlds(4).run(test_stages.trained, "qwen2", "tp2 pp2 sp") == [[]] * 4
 

@@ -54,6 +54,7 @@ def trained(kind: str, layout: str, out: str | None = None) -> list[str]:
     return wrong
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("kind", "layout"), [("qwen3_moe", "pp2 zb"), ("gemma2", "pp2 vpp2 1f1b")])
 def test_gradients_and_parameters_are_one_devices(worlds, kind: str, layout: str) -> None:
     assert worlds(2).run(trained, kind, layout) == [[], []]

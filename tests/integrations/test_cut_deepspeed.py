@@ -105,6 +105,7 @@ def test_a_loop_of_deepspeed_has_the_gradients_of_one_device_under_cp_and_tp(wor
             same(found, rows)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_loop_of_deepspeed_has_them_under_ep(worlds, stage: int) -> None:
     for found in worlds(2).run(by_deepspeed, stage, 3, "dp2 ep2", "qwen3_moe"):
@@ -148,6 +149,7 @@ def resumed_by_deepspeed(folder: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.medium
 def test_a_loop_of_deepspeed_goes_on_under_another_layout_and_refuses_two_that_differ(worlds, tmp_path: Path) -> None:
     whole = model()
     optimizer = torch.optim.AdamW(whole.parameters(), lr=0.1, weight_decay=0.0)

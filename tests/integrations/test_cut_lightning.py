@@ -129,6 +129,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("ranks, layout, accumulation, kind", STAGES)
 def test_a_fit_of_lightning_has_them_under_pp(
     worlds, tmp_path: Path, ranks: int, layout: str, accumulation: int, kind: str

@@ -27,6 +27,7 @@ def weights(name: str, layout: str) -> dict[str, Tensor]:
     return {r.name: assemble(r.parameter.detach(), r.contract, mesh).clone() for r in contracts(model, mesh)}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_initial_weights_are_the_same_bits_under_every_layout(worlds, name: str, layout: str) -> None:

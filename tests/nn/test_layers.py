@@ -252,6 +252,7 @@ def run_layer(layout: str, name: str) -> tuple[Tensor, Tensor, Weights, Weights]
     return (y.detach() if whole_output else together(y.detach())), together(x.grad), gradients, weights
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layout", ["1", "tp2", "tp2 sp", "tp4", "tp4 sp"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_equals_its_one_device_definition(worlds, name: str, layout: str) -> None:

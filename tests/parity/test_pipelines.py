@@ -127,6 +127,7 @@ def most_blocks_at_once(layout: str) -> int:
     return most
 
 
+@pytest.mark.medium
 def test_at_stage_3_a_stage_of_a_pipeline_has_few_of_its_blocks_whole_at_a_time(worlds) -> None:
     assert set(worlds(4).run(most_blocks_at_once, "dp2 pp2 zero3")) == {2}  # the one that computes and the next
 

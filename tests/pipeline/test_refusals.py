@@ -345,6 +345,7 @@ def test_a_failing_stage_is_told_by_all_and_hangs_nobody(failures, layout: str, 
             assert f"rank {at_fault[0]}: " in text or "its pipeline failed" in text, (rank, text)
 
 
+@pytest.mark.medium
 def test_a_collective_after_the_connections_were_closed_says_that_the_run_is_over(failures) -> None:
     assert all("IG207" in text and "resume" in text for text in failures["dp4", AFTERWARDS])
 

@@ -56,6 +56,7 @@ def test_a_loss_of_nothing_that_is_nan_reaches_no_earlier_stage(worlds, layout: 
         assert float((found[0][name] - gradient).norm()) <= 1e-9 * float(gradient.norm()), name
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("split", [(1, 6, 1), (4, 3, 1), (1, 1, 6)])
 def test_a_users_own_split_changes_no_gradient(worlds, split: tuple[int, ...]) -> None:
     found = worlds(3).run(partial(toys.train, "pp3 zero1", toys.tied, 4, split=split))

@@ -107,6 +107,7 @@ def on_stages(layout: str, own: bool) -> list[str]:
 LAYOUTS = ("pp2", "pp2 gpipe zero1", "pp2 zb zero2", "pp2 vpp2", "pp3 zb", "dp2 pp2 zero1")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("own", [False, True], ids=["last stage", "every stage"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_terms_of_stages_are_those_of_one_device(worlds, layout: str, own: bool) -> None:

@@ -182,6 +182,7 @@ def flip_once(step: int, task: LanguageTask) -> None:
         task.engine.local_shard(name).view(torch.int32).view(-1)[5] ^= 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "dp2 zero3", "tp2", "cp2", "pp2"])
 def test_by_default_a_flipped_weight_is_found_in_its_step(worlds, text: Path, tmp_path: Path, layout: str) -> None:
     """FAILURES E11: silent at ZeRO 1 to 3, tp and pp. Other ranks give it back where they have it."""
@@ -359,6 +360,7 @@ def failing_saves(home: Path, text: Path, on_error: str, disk: tuple[str, int, i
             broken.mend()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("on_error", "disk", "code", "saved", "steps"),
     [

@@ -24,7 +24,7 @@ def until(true: Callable[[], object]) -> float:
 
 def test_a_silent_rank_is_named_to_all_and_one_that_has_ended_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
-    monkeypatch.setattr(heartbeat.raw, "clone_store", store.clone)
+    monkeypatch.setattr(heartbeat, "clone_store", store.clone)
     hosts = ["a", "a", "b", "b"]
     ranks = [Heartbeat(rank, 4, LIMIT) for rank in range(4)]
     for one in ranks:
@@ -53,7 +53,7 @@ def test_a_rank_without_an_answer_from_the_store_is_cut_off(monkeypatch: pytest.
         def get(self, *_: object) -> bytes:
             raise RuntimeError("Broken pipe")
 
-    monkeypatch.setattr(heartbeat.raw, "clone_store", Gone)
+    monkeypatch.setattr(heartbeat, "clone_store", Gone)
     alone = Heartbeat(0, 2, LIMIT)
     alone.start(["a", "b"])
     assert alone.lost() is None

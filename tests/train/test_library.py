@@ -238,6 +238,7 @@ def test_a_run_with_adapters_resumes_under_another_layout_and_is_written_for_pef
     assert main(bad) == 2
 
 
+@pytest.mark.medium
 def test_a_resume_with_another_scale_of_adapters_or_other_positions_is_refused(tmp_path: Path) -> None:
     """Both leave the shapes of all tensors as they are."""
     base(tmp_path)

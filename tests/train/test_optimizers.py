@@ -75,12 +75,14 @@ def at_every_stage(name: str) -> None:
         toys.assert_same_training(toys.engine_run(f"dp{ranks} zero{zero}", 12, 3, make, **options), truth)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", NAMES)
 def test_each_steps_as_on_one_device_at_every_stage(worlds, name: str) -> None:
     need(name)
     worlds(2).run(at_every_stage, name)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_goes_on_under_tp_and_zero_as_on_one_device(worlds, text: Path, tmp_path: Path, name: str) -> None:
     """Evaluations and checkpoints between the steps change nothing but the last digits."""

@@ -244,6 +244,7 @@ def test_a_reward_model_trains_alike_under_every_layout_resumes_and_scores_in_tr
             hugging_folder(place, str(tmp_path / "tokenizer")).__enter__()
 
 
+@pytest.mark.medium
 def test_references_are_made_again_for_another_model_and_where_the_file_is_damaged(tmp_path: Path) -> None:
     pairs(tmp_path, 8)
     config = config_of(tmp_path / "run", steps=1)

@@ -190,6 +190,7 @@ def test_show_prints_every_value_with_its_origin(tmp_path: Path, capsys: pytest.
     assert all(reading.dotted(place) in shown for place, _ in reading.flat(reading.load(write(tmp_path)).config))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_recipe_is_a_config_whose_model_fits_its_layout(recipe: Path) -> None:
     config: Config = reading.load(recipe).config

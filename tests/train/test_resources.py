@@ -89,6 +89,7 @@ def test_activations_by_formula_are_what_autograd_saves(options: dict[str, Any],
     assert deep - shallow == pytest.approx(saved[4] - saved[2], rel=0.05)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [LLAMA, GPT2, SPARSE], ids=["llama", "gpt2", "experts"])
 def test_selective_recompute_keeps_what_the_formula_says(options: dict[str, Any]) -> None:
     """The bytes that are still held when a forward is over, of two depths; and fewer than without recompute."""

@@ -45,6 +45,7 @@ def train(worlds: Any, folder: Path, text: Path, layout: str, options: RunOption
     return config
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_selective_recompute_changes_no_bit_of_a_run(worlds, text: Path, tmp_path: Path, layout: str) -> None:
     train(worlds, tmp_path / "plain", text, layout)
@@ -52,6 +53,7 @@ def test_selective_recompute_changes_no_bit_of_a_run(worlds, text: Path, tmp_pat
     assert losses(tmp_path / "less") == losses(tmp_path / "plain")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero3"])
 def test_offloaded_states_change_no_bit_of_a_run(worlds, text: Path, tmp_path: Path, layout: str) -> None:
     """On CPUs, where nothing moves; tests/imagined_cuda says where states lie on cards."""
@@ -64,6 +66,7 @@ def test_offloaded_states_change_no_bit_of_a_run(worlds, text: Path, tmp_path: P
         reading.load(tmp_path / "run.yaml", ["--optimizer.offload", "true"])
 
 
+@pytest.mark.medium
 def test_fp16_trains_with_a_loss_scale_that_finds_its_place(worlds, text: Path, tmp_path: Path) -> None:
     """Steps that overflow are skipped while the scale falls, and are no failure; the rest trains as fp32 does."""
     for dtype in ("fp32", "fp16"):
@@ -107,6 +110,7 @@ def test_switches_that_contradict_each_other_are_refused_with_their_line(tmp_pat
     assert said in str(caught.value)
 
 
+@pytest.mark.medium
 def test_a_profile_has_our_phases_as_ranges_on_every_rank(worlds, text: Path, tmp_path: Path) -> None:
     for layout, ours in (
         (
@@ -147,6 +151,7 @@ def tensors(run: Path, step: int, kind: str) -> dict[str, Tensor]:
     return {key.partition("/")[2]: reader.read(key) for key in keys}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layout", [*LAYOUTS, "dp2 zero1"])
 def test_an_average_of_the_weights_is_that_of_its_definition(worlds, text: Path, tmp_path: Path, layout: str) -> None:
     every = {"every": 1, "keep_last": 9}
@@ -162,6 +167,7 @@ def test_an_average_of_the_weights_is_that_of_its_definition(worlds, text: Path,
             assert not torch.equal(average, tensors(tmp_path, step, "model")[name])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("first", "then"), [("dp2 zero3", "tp2 sp"), ("tp2", "pp2 zero1"), ("pp2", "dp2 zero3")])
 def test_averages_are_the_same_bits_under_another_layout(
     worlds, text: Path, tmp_path: Path, first: str, then: str
@@ -188,6 +194,7 @@ def loaded_and_saved(config: Config, source: Path) -> int:
     return found.step
 
 
+@pytest.mark.medium
 def test_averages_begin_with_the_weights_of_a_checkpoint_that_has_none_and_are_exported(
     worlds, text: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -209,6 +216,7 @@ def test_averages_begin_with_the_weights_of_a_checkpoint_that_has_none_and_are_e
 # -- the best checkpoint -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_the_best_checkpoint_is_written_and_stays(worlds, text: Path, tmp_path: Path) -> None:
     """The learning rate is too high from step 4 on: the lowest held-out loss is that of step 3, or before."""
     options: dict[str, Any] = {

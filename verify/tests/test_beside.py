@@ -97,6 +97,7 @@ def test_a_right_loop_passes_beside_one_device_whatever_its_loss_divides_by(judg
         assert max(subject.errors.values()) < 1e-9
 
 
+@pytest.mark.medium
 def test_a_program_that_is_too_short_for_all_calls_is_started_again(judged: Any, tmp_path: Path) -> None:
     subject = judged(loops.ddp, "", 1, 1)
     assert said(subject) == [], subject.findings
@@ -198,6 +199,7 @@ def test_the_command_with_one_rank() -> None:  # V3
     assert beside.single_rank(own) == own
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("program", "args", "wrong", "bug"),
     [
@@ -220,6 +222,7 @@ def test_what_stood_in_the_way_of_one_device_does_no_longer(  # V2
     assert (found.compared, said(found)) == (True, [(BUG, bug)]), found.findings
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("wrong", [False, True])
 def test_stages_with_equal_names_are_compared_each_by_itself(judged: Any, wrong: bool) -> None:  # V10
     subject = judged(field.zero_bubble, wrong, ranks=4)

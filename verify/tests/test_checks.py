@@ -428,6 +428,7 @@ def test_a_check_fires_on(watch: WatchMode, name: str, program: Program, plant: 
         assert first.look
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("program", RANKS)
 @pytest.mark.parametrize("name", CHECK)
 def test_a_check_is_silent_on_the_right(watch: WatchMode, name: str, program: Program) -> None:
@@ -493,6 +494,7 @@ def test_every_check_is_planted() -> None:
     assert {name for name, _, _, _ in TABLE} | {*ELSEWHERE, *notes} == set(CHECK)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("program", "plant", "bug"),
     [(p, plant, said.bug) for name, p, plant, said in TABLE if said.verdict == BUG and name != "replicas"],

@@ -55,6 +55,7 @@ def run(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.medium
 def test_every_module_can_be_imported_without_isograd() -> None:
     names = [".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in FILES]
     names = [name.removesuffix(".__init__") for name in names if not name.endswith(("__main__", "sitecustomize"))]
@@ -65,6 +66,7 @@ def test_every_module_can_be_imported_without_isograd() -> None:
 MAIN = "from isograd_verify.command import main\nsys.exit(main(sys.argv[1:]))"
 
 
+@pytest.mark.medium
 def test_a_bug_is_planted_and_named_without_isograd() -> None:
     code = "if __name__ == '__main__':\n    " + MAIN.replace("\n", "\n    ")
     done = run(code, "bugs", "mean-of-means")
@@ -88,6 +90,7 @@ def test_what_isograd_proves_is_refused_by_the_verifier_alone_with_what_to_insta
     assert "IG625" in done.stderr and "install isograd beside" in done.stderr
 
 
+@pytest.mark.medium
 def test_an_engine_registers_what_it_proves(tmp_path: Path) -> None:
     """By an entry point: here of a package of which there is only the metadata that an installation leaves."""
     (tmp_path / "engine.py").write_text(

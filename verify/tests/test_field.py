@@ -44,6 +44,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_of_the_field_passes(worlds: Worlds, tmp_path: Path, name: str) -> None:
     said = [f for f in watched(worlds, tmp_path, *RIGHT[name]).findings if f.verdict != NOTE]
@@ -107,6 +108,7 @@ def test_scale_grads_over_two_calls_of_a_schedule_has_an_id_and_a_cause(worlds: 
     assert "scale_grads" in found.look
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("wrong", [False, True])
 def test_stages_that_share_their_parameters_names_are_told_apart_by_rank(  # V10
     worlds: Worlds, tmp_path: Path, wrong: bool
@@ -126,6 +128,7 @@ def test_labels_of_a_pipelines_micro_batches_weigh_the_same(worlds: Worlds, tmp_
         assert "step 1" in only(subject).sentence and ": 2, 1" in only(subject).sentence
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("which", ["", "1."])
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_sums_in_hooks_behind_every_accumulation_are_named(

@@ -17,6 +17,7 @@ from .test_people import watched
 __all__ = ["judged", "watched"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_center_of_each_rank_s_own_rows_is_named_and_its_twin_is_silent(
@@ -73,6 +74,7 @@ def test_tensors_that_are_keys_are_not_spelled() -> None:
     assert [path for path, _ in walk({"sizes": {freed: torch.ones(2)}, "x": torch.ones(3)}, "own", 0)] == ["own.x"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("first", [False, True])
 def test_a_state_that_belongs_to_the_rows_of_a_batch_is_no_statistic(judged: Any, watched: Any, first: bool) -> None:
     for look in (watched, judged):
@@ -96,6 +98,7 @@ def test_a_coefficient_that_changes_with_the_steps_is_no_bug(judged: Any, schedu
     assert told and "step 1" in subject.facts["gradients"] + told[0]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("labels", [True, False])
 def test_a_running_size_in_a_plain_variable_is_flagged_alone_and_beside_one(
     judged: Any, watched: Any, labels: bool
@@ -110,6 +113,7 @@ def test_a_running_size_in_a_plain_variable_is_flagged_alone_and_beside_one(
         assert "later.py:" in found.site
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_balance_loss_that_counts_once_per_rank_is_named(judged: Any, ranks: int) -> None:
     right, wrong = judged(later.balanced, False, ranks=ranks), judged(later.balanced, True, ranks=ranks)
@@ -121,12 +125,14 @@ def test_a_balance_loss_that_counts_once_per_rank_is_named(judged: Any, ranks: i
     assert f"counts {ranks} times what it should" in found.sentence and "later.py" in found.sentence
 
 
+@pytest.mark.medium
 def test_right_programs_of_these_kinds_pass_alone(watched: Any) -> None:
     for program in (later.dino, later.normalised, later.balanced, later.convolutions):
         subject = watched(program, *((False,) if program is not later.convolutions else ()))
         assert (subject.verdict, said(subject)) == (PASS, []), (program, subject.findings)
 
 
+@pytest.mark.medium
 def test_biases_before_a_batch_norm_pass_and_others_do_not(judged: Any) -> None:
     right = judged(later.convolutions)
     assert (right.verdict, said(right)) == (PASS, []), right.findings
@@ -149,6 +155,7 @@ def test_rows_of_a_frequent_token_that_are_added_in_bf16_are_named(watched: Any)
     assert "id 7 occurs 9" in found.sentence and "later.py" in found.site, found
 
 
+@pytest.mark.medium
 def test_weights_of_rows_that_travel_without_a_graph_are_named_alone_and_beside_one(judged: Any, watched: Any) -> None:
     for look in (watched, judged):
         right, wrong = look(later.gated, False), look(later.gated, True)

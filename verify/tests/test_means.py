@@ -84,6 +84,7 @@ LOSSES: dict[str, tuple[Loss, str]] = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_that_divide_by_their_own_counts_are_named(tmp_path: Path, name: str) -> None:
     loss, counts = LOSSES[name]

@@ -60,6 +60,7 @@ def test_right_loops_pass_beside_one_device(judged: Any) -> None:
         assert subject.facts["gradients"] == f"{count} compared by name, step 2 last"
 
 
+@pytest.mark.medium
 def test_wrong_loops_are_named_with_their_tensors(watched: Any) -> None:
     for program, args, bug, tensors, sentence in (
         (people.late_layer, (), "outside-wrapper", {"extra.weight", "extra.bias"}, "step 1: biases and weights"),
@@ -75,6 +76,7 @@ def test_wrong_loops_are_named_with_their_tensors(watched: Any) -> None:
     assert "block.0.weight" not in watched(people.reduced_inside_step, True).findings[0].tensors  # that one is summed
 
 
+@pytest.mark.medium
 def test_what_watching_alone_leaves_open_is_found_beside_one_device(watched: Any, judged: Any) -> None:
     assert said(watched(people.loss_reduced_in_place)) == [(INCONCLUSIVE, "cut-graph")]
     (found,) = [f for f in judged(people.loss_reduced_in_place).findings if f.verdict == BUG]
@@ -83,6 +85,7 @@ def test_what_watching_alone_leaves_open_is_found_beside_one_device(watched: Any
     assert [set(f.tensors) for f in late] == [{"extra.weight", "extra.bias"}]
 
 
+@pytest.mark.medium
 def test_what_is_not_read_is_said(watched: Any, judged: Any) -> None:
     """Right programs, of which some steps are out of sight: no bug, and no pass either."""
     for program, sentence in (
@@ -111,6 +114,7 @@ def test_layers_that_are_frozen_at_first_are_not_taken_for_cut_off(judged: Any) 
     assert subject.facts["gradients"] == "9 compared by name, step 2 last"
 
 
+@pytest.mark.medium
 def test_a_count_of_all_ranks_that_the_model_is_given_is_given_on_one_device_too(judged: Any) -> None:
     right = judged(people.counted)
     assert (right.verdict, said(right)) == (PASS, []), right.findings

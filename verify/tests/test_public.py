@@ -76,6 +76,7 @@ def test_a_loss_that_is_computed_with_every_micro_batch(worlds: Worlds, tmp_path
         assert subject.findings[0].axis == "micro-batches"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("wrong", [False, True])
 def test_rows_that_are_cut_by_tensor_parallelism_and_then_by_fsdp2(worlds: Worlds, tmp_path: Path, wrong: bool) -> None:
     subject = watched(worlds, tmp_path, public.sharded_twice, wrong, ranks=4)
@@ -85,6 +86,7 @@ def test_rows_that_are_cut_by_tensor_parallelism_and_then_by_fsdp2(worlds: World
 # -- beside one device -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("right", [True, False])
 def test_a_loss_over_the_rows_of_all_ranks_is_given_them_together(judged: Any, right: bool) -> None:
     subject = judged(public.loss_inside, right)
@@ -94,6 +96,7 @@ def test_a_loss_over_the_rows_of_all_ranks_is_given_them_together(judged: Any, r
         assert "0.5 times what they should be" in subject.findings[0].sentence
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_loss_that_every_rank_computes_as_a_whole_is_judged_by_its_labels(
     worlds: Worlds, tmp_path: Path, scaled: bool
@@ -104,6 +107,7 @@ def test_a_loss_that_every_rank_computes_as_a_whole_is_judged_by_its_labels(
         assert "all gradients count 0.5 times what they should" in subject.findings[0].sentence
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_loss_of_representations_without_a_graph_is_given_all_rows_together(judged: Any, scaled: bool) -> None:
     subject = judged(public.cached, scaled)

@@ -85,6 +85,7 @@ def test_a_right_program_with_a_balance_loss_a_bias_and_counts_passes(tmp_path: 
     assert watch(tmp_path) == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("plant", "bug", "words"),
     [

@@ -61,6 +61,7 @@ def test_the_same_step_on_two_data_ranks_passes(tmp_path: Path, form: str) -> No
     assert max(subject.errors.values()) < 1e-12
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("cuts", "boxes"), [(EVEN, False), (EVEN, True), (FUSED, False), (UNEVEN, False), ({**EVEN, **UNEVEN}, True)]
@@ -126,6 +127,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("how", WRONG)
 def test_what_is_wrong_is_said_as_of_whole_tensors(tmp_path: Path, form: str, how: str) -> None:
@@ -247,6 +249,7 @@ def clips(kind: str, how: str, home: str, beyond: int | None) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2", "TP"])
 def test_gradients_are_those_before_a_program_s_own_clip(worlds: Worlds, tmp_path: Path, kind: str) -> None:
     def run(ranks: int, how: str, beyond: int | None) -> Recording:

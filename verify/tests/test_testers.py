@@ -21,6 +21,7 @@ from .test_people import watched
 __all__ = ["judged", "watched"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("program", "bug", "words"),
     [
@@ -37,6 +38,7 @@ def test_what_only_one_device_shows_is_named_there(judged: Any, program: Any, bu
     assert words in next(f.sentence for f in wrong.findings if f.verdict == BUG), wrong.findings
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("program", "bug", "words"),
     [
@@ -53,6 +55,7 @@ def test_what_contradicts_itself_is_named_alone(watched: Any, program: Any, bug:
     assert words in next(f.sentence for f in wrong.findings if f.verdict == BUG), wrong.findings
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("micros", [1, 2])
 def test_a_sum_over_classes_and_a_mean_over_rows_is_decided(judged: Any, watched: Any, micros: int) -> None:
     for look in (watched, judged):
@@ -63,6 +66,7 @@ def test_a_sum_over_classes_and_a_mean_over_rows_is_decided(judged: Any, watched
     assert said(summed) == [(BUG, "ulysses-scale") if micros == 1 else (INCONCLUSIVE, "")], summed.findings
 
 
+@pytest.mark.medium
 def test_what_each_rank_does_to_its_part_of_a_gradient_is_flagged_beside_one_device(judged: Any) -> None:
     right, wrong = judged(testers.clamped, False), judged(testers.clamped, True)
     assert (right.verdict, said(right)) == (PASS, []), right.findings
@@ -92,6 +96,7 @@ def test_a_signal_from_outside_is_not_the_program_s_fault(tmp_path: Path) -> Non
     assert found.sentence.startswith("SIGTERM was sent to isograd-verify")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("kind", "alone", "beside"),
     [
@@ -113,6 +118,7 @@ def test_a_habit_is_named_and_its_right_twin_passes(
         assert wanted in said(wrong) and {bug for v, bug in said(wrong) if v == BUG} <= {wanted[1]}, wrong.findings
 
 
+@pytest.mark.medium
 def test_inputs_that_need_a_gradient_are_given_to_one_device(judged: Any) -> None:
     right, wrong = judged(testers.attributed, False), judged(testers.attributed, True)
     assert (right.verdict, said(right)) == (PASS, []), right.findings

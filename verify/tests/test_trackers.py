@@ -90,12 +90,14 @@ def both(judged: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Sub
     return judge
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("program", RIGHT, ids=lambda row: f"{row[0].__name__}-{row[1:]}")
 def test_a_right_program_passes_alone_and_beside_one_device(both: Any, program: tuple[Any, ...]) -> None:
     for subject in both(*program):
         assert (subject.verdict, said(subject)) == (PASS, []), subject.findings
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("program", "args", "bug", "alone", "beside"), WRONG, ids=name_of)
 def test_a_wrong_program_is_named_once_alone_and_beside_one_device(
     both: Any, program: Any, args: tuple[Any, ...], bug: str, alone: str, beside: str
@@ -113,6 +115,7 @@ def test_other_data_on_parts_of_one_model_are_named_where_no_device_can_be_given
         assert "ranks 0, 1 hold parts of one model (up, down)" in found.sentence
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("program", "args", "bug"), OPEN, ids=name_of)
 def test_a_factor_is_flagged_alone_and_decided_beside_one_device(
     both: Any, program: Any, args: tuple[Any, ...], bug: str
@@ -141,11 +144,13 @@ def test_a_program_that_fails_never_passes(worlds: Worlds, tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.medium
 def test_the_heat_map_shows_both_ranks_wrong_where_neither_gradient_was_summed(both: Any) -> None:  # V24
     for subject in both(trackers.group_of_one):
         assert subject.by_rank and all(min(row) > 0.1 for row in subject.by_rank.values()), subject.by_rank
 
 
+@pytest.mark.medium
 def test_a_finding_without_a_name_has_the_line_of_its_last_reduction_or_backward(both: Any) -> None:  # V19
     for subject in both(trackers.sharded_ddp, "0.weight"):
         (found,) = [f for f in subject.findings if f.verdict == BUG]
