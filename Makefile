@@ -1,6 +1,6 @@
 # make demo: set up, train a small model with 4 local ranks, prove its layout.
 # make test-fast: the tests for an edit, two minutes. make test: before a push and in CI, under
-# 40 minutes on two cores. make full: every test, in pieces; each call goes on where the last one stopped.
+# 40 minutes on two cores. make full: every test, in pieces; those that have not run for longest come first.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -46,6 +46,7 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check src tests examples benchmarks verify scripts
 	$(VENV)/bin/mypy
 	$(RUN) scripts/house.py
+	$(RUN) scripts/full.py --stale
 	$(RUN) scripts/expected.py --check
 	$(RUN) scripts/loops.py --check
 

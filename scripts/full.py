@@ -1,16 +1,18 @@
-"""Runs every test, also the slow ones, in pieces: `make full`. Each call goes on where the last one has stopped.
+"""Runs every test, also the slow ones, in pieces: `make full`. Those that have not run for longest come first.
 
-    python scripts/full.py               40 minutes of it; again, until it says that all is done
+    python scripts/full.py               40 minutes of it; again, until it says that no piece is left
     python scripts/full.py --minutes 15
+    python scripts/full.py --stale       what `make lint` says of it
 
-A piece is a folder of tests. What has run at this commit is in runs/full.json; when all pieces have, notes/full.md is
-written: the commit, the day, the processor, and each piece with its numbers. A change of the commit begins anew.
+A piece is a folder of tests. notes/full.md and notes/full.json have for each piece the commit that it ran at, the day,
+the processor, and its numbers: a piece that ran within the last 200 commits counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -21,7 +23,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
 
-STATE, PAGE = Path("runs/full.json"), Path("notes/full.md")
+STATE, PAGE = Path("notes/full.json"), Path("notes/full.md")
+KEEPS = 200  # commits for which a piece counts
 TREES = ("tests", "verify/tests")
 
 
@@ -63,22 +66,22 @@ def processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def page(commit: str, done: dict[str, dict[str, Any]]) -> str:
+def page(done: dict[str, dict[str, Any]]) -> str:
     """What notes/full.md says."""
     total = {key: sum(one[key] for one in done.values()) for key in ("passed", "failed", "skipped", "seconds")}
     lines = [
         "# Every test",
         "",
-        f"commit: {commit}",
+        f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped in {total['seconds'] // 60} "
+        "minutes (`make full`), each piece at the commit that stands beside it.",
         "",
-        f"{date.today()}, {processor()}: {total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped"
-        f" in {total['seconds'] // 60} minutes (`make full`).",
-        "",
-        "| folder | passed | failed | skipped | seconds |",
-        "|---|---:|---:|---:|---:|",
-        *(f"| {at} | {n['passed']} | {n['failed']} | {n['skipped']} | {n['seconds']} |" for at, n in done.items()),
-        *(f"\nfailed: `{name}`" for one in done.values() for name in one["failures"]),
+        "| folder | passed | failed | skipped | seconds | commit | day | processor |",
+        "|---|---:|---:|---:|---:|---|---|---|",
     ]
+    for at, n in sorted(done.items()):
+        numbers = f"{n['passed']} | {n['failed']} | {n['skipped']} | {n['seconds']}"
+        lines.append(f"| {at} | {numbers} | {n['commit'][:8]} | {n['day']} | {n['processor']} |")
+    lines += [f"\nfailed: `{name}`" for one in done.values() for name in one["failures"]]
     return "\n".join(lines) + "\n"
 
 
@@ -87,33 +90,69 @@ def git(*words: str) -> str:
     return subprocess.run(["git", *words], check=True, capture_output=True, text=True).stdout.strip()
 
 
+def left() -> dict[str, list[str]]:
+    """{folder: its own test files}, of the pieces that have not run at this commit, the oldest first."""
+    done, every = state(), pieces()
+    old = {name: age(done[name]["commit"]) if name in done else math.inf for name in every}
+    return {name: every[name] for name in sorted(every, key=lambda name: -old[name]) if old[name]}
+
+
+def state() -> dict[str, dict[str, Any]]:
+    """What is known of each piece."""
+    found: dict[str, dict[str, Any]] = json.loads(STATE.read_text()) if STATE.exists() else {}
+    return found
+
+
+def age(commit: str) -> float:
+    """How many commits ago this one was."""
+    try:
+        return int(git("rev-list", "--count", f"{commit}..HEAD"))
+    except subprocess.CalledProcessError:  # it is in no history that this clone has
+        return math.inf
+
+
+def stale() -> list[str]:
+    """The pieces that have not run within so many commits."""
+    done = state()
+    return [name for name in pieces() if name not in done or age(done[name]["commit"]) > KEEPS]
+
+
+def told(old: list[str]) -> str:
+    """A sentence, or nothing."""
+    count = len(pieces())
+    return f"make full: {len(old)} of {count} folders of tests have not run within {KEEPS} commits\n" if old else ""
+
+
 def main() -> int:
     """0: all pieces have run, and nothing failed; 1: something failed; 3: there is more to run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=40.0, help="no piece begins after this long")
-    limit = time.monotonic() + 60 * parser.parse_args().minutes
-    if changed := git("status", "--porcelain"):
-        print(f"commit first, the result belongs to a commit:\n{changed}", file=sys.stderr)
+    parser.add_argument("--stale", action="store_true", help="say how many pieces should run again, and run none")
+    options = parser.parse_args()
+    limit = time.monotonic() + 60 * options.minutes
+    if options.stale:
+        print(told(stale()), end="")
+        return 0
+    changed = [line for line in git("status", "--porcelain").splitlines() if "notes/full." not in line]
+    if changed:
+        print("commit first, a result belongs to a commit:", *changed, sep="\n", file=sys.stderr)
         return 2
-    commit, every = git("rev-parse", "HEAD"), pieces()
-    state = json.loads(STATE.read_text()) if STATE.exists() else {}
-    done = state["done"] if state.get("commit") == commit else {}
+    commit, todo = git("rev-parse", "HEAD"), left()
     STATE.parent.mkdir(exist_ok=True)
-    left = [name for name in every if name not in done]
-    for number, name in enumerate(left):
-        if number and time.monotonic() > limit:
-            print(f"{len(left) - number} of {len(every)} pieces are left: run this again")
-            return 3
-        print(f"[{len(done) + 1} of {len(every)}] {name}", flush=True)
-        done[name] = run(every[name])
+    for number, (name, files) in enumerate(todo.items(), 1):
+        if number > 1 and time.monotonic() > limit:
+            break
+        print(f"[{number} of {len(todo)}] {name}", flush=True)
+        found = {"commit": commit, "day": str(date.today()), "processor": processor()} | run(files)
+        done = {at: one for at, one in state().items() if at in pieces()} | {name: found}
         written = STATE.with_suffix(".new")
-        written.write_text(json.dumps({"commit": commit, "done": done}, indent=1))
+        written.write_text(json.dumps(done, indent=1, sort_keys=True) + "\n")
         written.replace(STATE)
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(commit, done))
-    failed = [name for one in done.values() for name in one["failures"]]
+        PAGE.write_text(page(done))
+    failed, old = [name for one in state().values() for name in one["failures"]], stale()
     print(f"{PAGE} is written; {len(failed)} failed", *failed, sep="\n")
-    return int(bool(failed))
+    print(told(old), end="")
+    return 1 if failed else 3 if old else 0
 
 
 if __name__ == "__main__":

@@ -73,7 +73,6 @@ LIMITS = {
     "identifiers that are no names": 0,
 }
 
-FULL_EVERY = 200  # commits
 
 # Words that are no names by themselves (NAMES.md): participles, adverbs, pronouns and metaphors.
 _WORDS = """
@@ -359,19 +358,6 @@ def registries() -> list[str]:
     return found
 
 
-def stale() -> str:
-    """Why `make full` should run again; empty if it should not."""
-    page = ROOT / "notes" / "full.md"
-    found = re.search(r"^commit: (\w+)$", page.read_text(), re.M) if page.exists() else None
-    if found is None:
-        return "no `make full` has ended yet: what nobody runs is not proven"
-    count = subprocess.run(
-        ["git", "rev-list", "--count", f"{found[1]}..HEAD"], cwd=ROOT, check=False, capture_output=True, text=True
-    ).stdout.strip()
-    old = not count or int(count) > FULL_EVERY
-    return f"the last `make full` is {count or 'an unknown number of'} commits old: run it again" if old else ""
-
-
 def main() -> int:
     """Print the table; 1 if a rule is broken."""
     if "--tree" in sys.argv:
@@ -387,8 +373,6 @@ def main() -> int:
             print(f"{here} -> {there}: {count}")
     breaches = house.breaches()
     print("\n".join(breaches))
-    if warning := stale():
-        print(f"warning: {warning}")
     return 1 if breaches else 0
 
 

@@ -1,7 +1,8 @@
-"""scripts/full.py runs every test in pieces, goes on where it stopped, and writes what came out."""
+"""scripts/full.py runs every test in pieces, the oldest first, and writes what came out."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ FILES = {
     "tests/a/test_one.py": "def test_right():\n    pass\n",
     "tests/b/test_two.py": "def test_wrong():\n    assert 1 == 2\n\ndef test_right():\n    pass\n",
     "verify/tests/test_three.py": "import pytest\n\n@pytest.mark.skip\ndef test_left_out():\n    pass\n",
-    ".gitignore": "runs/\n__pycache__/\nnotes/\n",
+    ".gitignore": "__pycache__/\n",
 }
 
 
@@ -28,7 +29,7 @@ def git(folder: Path, *words: str) -> None:
 
 
 @pytest.mark.medium
-def test_pieces_are_run_one_after_another_and_a_new_commit_begins_anew(tmp_path: Path) -> None:
+def test_pieces_run_one_after_another_and_those_that_have_not_for_longest_come_first(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -38,12 +39,20 @@ def test_pieces_are_run_one_after_another_and_a_new_commit_begins_anew(tmp_path:
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "-qm", "x")
     first = call(tmp_path, "--minutes", "0")
-    assert first.returncode == 3 and "2 of 3 pieces are left" in first.stdout
-    last = call(tmp_path)
-    assert last.returncode == 1 and "[2 of 3] tests/b" in last.stdout
+    assert first.returncode == 3 and "2 of 3 folders" in first.stdout
+    (tmp_path / "other").write_text("")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "y")
+    last = call(tmp_path)  # tests/a has run, one commit ago
+    order = [line.split("] ")[1] for line in last.stdout.splitlines() if " of 3] " in line]
+    assert last.returncode == 1 and order == ["tests/b", "verify/tests", "tests/a"]
     page = (tmp_path / "notes" / "full.md").read_text()
-    assert ": 2 passed, 1 failed, 1 skipped in" in page and "failed: `tests.b.test_two::test_wrong`" in page
+    assert "\n2 passed, 1 failed, 1 skipped in" in page and "failed: `tests.b.test_two::test_wrong`" in page
+    assert not call(tmp_path, "--stale").stdout
     (tmp_path / "tests/b/test_two.py").write_text("def test_right():\n    pass\n")
-    git(tmp_path, "commit", "-qam", "y")
-    again = call(tmp_path)
-    assert again.returncode == 0 and "[1 of 3] tests/a" in again.stdout
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "z")
+    assert call(tmp_path).returncode == 0
+    known = tmp_path / "notes" / "full.json"
+    known.write_text(re.sub(r'"commit": "\w+"', '"commit": "0123"', known.read_text()))  # of no history
+    assert "3 of 3 folders of tests have not run within 200 commits" in call(tmp_path, "--stale").stdout
