@@ -53,6 +53,7 @@ def test_a_device_behind_a_link_that_may_be_followed_is_refused(tmp_path: Path) 
     assert untrusted.read_json(tmp_path / "link", 100, follow=True) == 12
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -226,6 +226,7 @@ def test_a_head_and_an_embedding_of_no_rows_are_not_equal(tmp_path: Path) -> Non
         ForeignCheckpoint(DcpFolder(kept(tmp_path / "dcp", flat)), replace(CONFIG, tied=True))
 
 
+@pytest.mark.medium
 def test_pieces_overlap_where_two_cover_an_element() -> None:
     draw = torch.Generator().manual_seed(5)
     seen = []

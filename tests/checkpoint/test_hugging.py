@@ -184,6 +184,7 @@ def full_disk(out: Path) -> tuple[list[str], bool]:
     return said, left == ["occupied"]
 
 
+@pytest.mark.medium
 def test_an_export_that_cannot_be_written_is_refused_on_all_ranks_and_leaves_nothing(worlds, tmp_path: Path) -> None:
     (tmp_path / "occupied").touch()
     answers = worlds(2).run(full_disk, tmp_path)

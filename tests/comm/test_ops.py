@@ -149,6 +149,7 @@ def middle_of_all_to_all(members: int, sequence_first: bool, batch: int, length:
     assert torch.equal(back, shards[me])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("members", MEMBERS)
 @pytest.mark.parametrize("sequence_first", [False, True], ids=["bshd", "sbhd"])
 @pytest.mark.parametrize("batch", [1, 3])

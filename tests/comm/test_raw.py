@@ -26,6 +26,7 @@ def sums_on(axes_layout: str, numel: int, native: bool) -> list[torch.Tensor]:
         return [summed, scattered, raw.all_max(x, group), torch.stack(raw.gather_list(x, group))]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("members", [2, 3, 4])
 @pytest.mark.parametrize("numel", [1, 12, 1000, 50_000])
 @pytest.mark.parametrize("native", [False, True])

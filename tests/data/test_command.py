@@ -102,6 +102,7 @@ def test_no_document_for_validation_is_said(tmp_path: Path, capsys: pytest.Captu
     assert "validation" not in said.err
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("words", "code"),
     [

@@ -120,6 +120,7 @@ def _stop_after_one(done: int, total: int, tokens: int) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.medium
 def test_arrays_and_parquet_of_both_forms_give_the_tokens_that_their_lines_give(tmp_path, tokenizer):
     """As they are downloaded: alpaca_data.json is one indented array."""
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")

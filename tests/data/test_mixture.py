@@ -46,6 +46,7 @@ def naive(folder: Path, start: int, length: int, packing: str, split: str = "tra
     return row
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("packing", ["documents", "stream"])
 @pytest.mark.parametrize("length", [1, 2, 16, 37, 10_000])

@@ -61,6 +61,7 @@ def named(zero: int, reproducible: bool) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_each_rank_alone_is_named_wherever_its_gradients_are_added(worlds, zero: int, reproducible: bool) -> None:

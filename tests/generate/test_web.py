@@ -230,6 +230,7 @@ process.exit(0);
 """
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 def test_the_page_s_script_talks_draws_and_forgets_a_refused_message(server: ChatServer, tmp_path: Path) -> None:
     """Under node, with a document of a few lines in the place of a browser's."""

@@ -166,6 +166,7 @@ def prove(worlds: Any, name: str, layout: str, kind: str) -> list[dict[str, Tens
     return every
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "layout"), FAMILIES)
 def test_every_family_has_the_gradients_of_one_device(worlds, name: str, layout: str) -> None:
     prove(worlds, name, layout, "plain")

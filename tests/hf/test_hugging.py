@@ -221,6 +221,7 @@ def recomputed() -> list[str]:
     return [name for name, gradient in found[0].items() if not torch.equal(gradient, found[1][name])]
 
 
+@pytest.mark.medium
 def test_a_recomputed_forward_gives_the_same_gradients(worlds) -> None:
     assert worlds(2).run(recomputed) == [[], []]
 
@@ -260,6 +261,7 @@ def mutants() -> dict[str, str | list[str]]:
     return found
 
 
+@pytest.mark.medium
 def test_the_proof_names_what_a_missing_sum_makes_wrong(worlds) -> None:
     for found in worlds(2).run(mutants):
         assert found["none"] == []

@@ -25,6 +25,7 @@ def test_gradients_and_parameters_are_one_devices(worlds, kind: str) -> None:
     assert worlds(2).run(trained, kind, "tp2 sp zero1") == [[], []]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("layout", "ranks"), [("tp2 sp ep2", 2), ("cp2 tp2 sp ring", 4)])
 def test_with_other_axes_they_are(worlds, layout: str, ranks: int) -> None:
     assert worlds(ranks).run(trained, "qwen3_moe", layout) == [[]] * ranks

@@ -65,6 +65,7 @@ def test_with_other_axes_a_tied_model_is_one_devices(worlds, layout: str) -> Non
     assert worlds(4).run(trained, "qwen2", layout) == [[]] * 4
 
 
+@pytest.mark.medium
 def test_a_model_in_stages_is_written_as_one_folder(worlds, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -126,6 +127,7 @@ def test_a_survey_says_what_is_needed_where() -> None:
     assert found.roles == {"model.embed_tokens.weight": {BEFORE, AFTER}, "model.norm.weight": {AFTER}}
 
 
+@pytest.mark.medium
 def test_what_layers_are_given_from_elsewhere_is_held_by_every_stage() -> None:
     from transformers import AutoConfig
 

@@ -259,6 +259,7 @@ def refused() -> dict[str, Any]:
     return said
 
 
+@pytest.mark.medium
 def test_what_cannot_be_right_is_refused_with_the_line_that_is(worlds) -> None:
     for said in worlds(2).run(refused):
         assert said["weight"] == "IG861 weight=3 stepped"
@@ -290,6 +291,7 @@ def refused_under_pp(folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.medium
 def test_under_pp_what_needs_a_loss_before_the_step_is_refused(worlds, tmp_path: Path) -> None:
     for manual, logits, doubled in worlds(2).run(refused_under_pp, str(tmp_path)):
         assert manual == "IG856 manual optimization with pp"

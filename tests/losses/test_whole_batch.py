@@ -205,6 +205,7 @@ def gradients(loss: Tensor, of: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, of, strict=True))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["tokens", "sequences", "length", "prompts"])
 def test_every_loss_of_tokens_under_every_mean_is_its_definition_however_the_batch_is_cut(kind: str) -> None:
     for seed in range(12):

@@ -112,6 +112,7 @@ def test_blocks_are_compiled_without_a_graph_break_as_one_graph_for_all(name: st
     assert not counters["graph_break"]
 
 
+@pytest.mark.medium
 def test_a_block_that_would_be_cut_to_pieces_is_left_as_it_is_and_says_why() -> None:
     config, mesh = preset("tiny-llama"), Mesh.unbound("1")
     experts = {"number": 4, "per_token": 2, "width": 8, "dense_first": 1}

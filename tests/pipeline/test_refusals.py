@@ -350,6 +350,7 @@ def test_a_collective_after_the_connections_were_closed_says_that_the_run_is_ove
     assert all("IG207" in text and "resume" in text for text in failures["dp4", AFTERWARDS])
 
 
+@pytest.mark.medium
 def test_the_other_data_ranks_of_a_failing_pipeline_do_not_hang(failures) -> None:
     texts = failures["dp2 pp2", "raises in the third micro-batch"]
     assert any("had enough" in text for text in texts)

@@ -96,6 +96,7 @@ def test_bytes_in_closed_form_are_those_of_an_imagined_rank(layout: str, options
         assert found == pytest.approx(bytes_by, rel=padding, abs=0), f"rank {rank}"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layout", ["dp2 zero0", "dp2 zero2", "dp2 tp2 sp zero3"])
 def test_bytes_of_gradients_that_leave_with_each_micro_batch(layout: str) -> None:
     described = Layout.parse(layout)

@@ -78,6 +78,7 @@ def build(mesh: Mesh) -> tuple[Engine, Any, int]:
     return engine(mesh, "meta"), (tokens, tokens), 2
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layout", ["dp4 ep2 zero1", "dp2 tp2 sp ep4"])
 def test_a_program_with_experts_passes(layout: str) -> None:
     ranks = rehearse(build, Layout.parse(layout), large=30)  # a number of each token is too many

@@ -222,6 +222,7 @@ def test_progress_is_told_step_by_step() -> None:
     assert told == ["one device, batch in the pieces of 2 data rank(s)", "dp2"]
 
 
+@pytest.mark.medium
 def test_a_foreign_program_that_divides_once_passes() -> None:
     report = verify(partial(by_hand, ""), "dp2")
     assert report.verdict == PASS, str(report)

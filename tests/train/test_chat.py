@@ -127,6 +127,7 @@ def prepares(config: Config) -> str:
     return "trained"
 
 
+@pytest.mark.medium
 def test_that_nothing_is_held_out_is_said_where_something_was_to_be(tmp_path: Path) -> None:
     few, folder = (
         builtin_chats.conversations(tmp_path / "sums.jsonl", "sums"),

@@ -22,6 +22,7 @@ def until(true: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.medium
 def test_a_silent_rank_is_named_to_all_and_one_that_has_ended_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
     monkeypatch.setattr(heartbeat, "clone_store", store.clone)
@@ -45,6 +46,7 @@ def test_a_silent_rank_is_named_to_all_and_one_that_has_ended_is_not(monkeypatch
     assert ranks[0].lost() is None
 
 
+@pytest.mark.medium
 def test_a_rank_without_an_answer_from_the_store_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
         def set(self, *_: object) -> None:

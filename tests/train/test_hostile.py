@@ -114,6 +114,7 @@ def noted(folder: Path) -> list[Any]:
     return [line["text"] for line in journal.read(folder / "metrics.jsonl") if line.get("event") == "note"]
 
 
+@pytest.mark.medium
 def test_data_without_validation_is_said_at_the_start_and_a_run_leaves_its_exit_code(worlds, tmp_path: Path) -> None:
     """FAILURES B13: no line at all. FAILURES B12: torchrun's exit code is its own, so the run's is in a file."""
     (tmp_path / "in.txt").write_text("some text that is long enough for a window or two of tokens")

@@ -283,6 +283,7 @@ def test_a_longer_length_makes_references_of_the_pairs_that_were_left_out(tmp_pa
     assert losses == pytest.approx([0.6931471805599453] * 2, rel=1e-12)
 
 
+@pytest.mark.medium
 def test_a_resume_from_another_first_model_is_refused(tmp_path: Path) -> None:
     pairs(tmp_path, 8)
     config = config_of(tmp_path / "run", steps=2)

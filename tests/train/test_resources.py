@@ -74,6 +74,7 @@ def saved_bytes(run: Config, model: Transformer) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [LLAMA, GPT2, SPARSE], ids=["llama", "gpt2", "experts"])
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -149,6 +149,7 @@ def test_fsdp1_is_compared_whole_and_its_mean_of_means_is_named(judged: Any, fla
         assert factors == pytest.approx([66 / 4 / n for n in (9, 12, 21, 24)], abs=5e-4)
 
 
+@pytest.mark.medium
 def test_what_a_cut_graph_divides_is_told_as_that_and_nothing_else(judged: Any) -> None:
     subject = judged(field.open_clip, False)
     assert said(subject) == [(BUG, "cut-graph")], subject.findings
@@ -279,6 +280,7 @@ def test_the_line_that_stands_in_the_way_is_named(  # V2
     assert "verify/tests/alone.py:" in found.sentence and line in found.sentence
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("replaced", [False, True])
 def test_steps_by_hand_from_a_buffer_that_is_not_read_are_no_bug(
     judged: Any, worlds: Worlds, tmp_path: Path, replaced: bool

@@ -47,6 +47,7 @@ def test_a_planted_bug_is_named_and_its_clean_twin_is_silent(bench: Bench, name:
     assert accused <= {EVERY[name].bug}, "no other bug is named beside it"
 
 
+@pytest.mark.medium
 def test_the_worked_example_of_the_page_is_what_the_recording_holds(bench: Bench) -> None:
     example = (Path(__file__).parents[1] / "docs" / "verify.md").read_text().partition("### Worked example")[2]
     shown = [[float(n) for n in re.findall(r"-?0\.\d+", row)] for row in re.findall(r"^\| rank \d .*", example, re.M)]

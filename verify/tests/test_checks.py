@@ -441,6 +441,7 @@ ON_PURPOSE = (
 )  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("plant", ON_PURPOSE)
 def test_what_is_right_on_purpose_is_not_told(watch: WatchMode, plant: str) -> None:
     assert [f for f in check(watch(data_parallel, plant)) if f.verdict != NOTE] == []

@@ -120,6 +120,7 @@ def test_the_gradients_of_every_common_step_are_compared(judged: Any) -> None:
     assert subject.facts["gradients"] == "5 compared by name, step 2 last"
 
 
+@pytest.mark.medium
 def test_a_corpus_program_passes_against_its_reference(bench: Bench) -> None:
     (what,) = every_name(["wrong-group"])
     subject = compare(bench.watch(what, 1, False, 0), bench.watch(what, 4, False, 0))
@@ -339,6 +340,7 @@ def test_a_reference_may_itself_be_sharded(reference: Recording, tmp_path: Path)
     assert {name for name, error in found.errors.items() if error > 1e-12} == {"down.weight"}
 
 
+@pytest.mark.medium
 def test_one_device_and_another_layout_can_be_compared_with_a_reference_of_fsdp(bench: Bench) -> None:
     what = every_name(["fsdp2/mean-of-means"])[0]
     sharded = bench.watch(what, 2, False, 0)

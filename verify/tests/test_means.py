@@ -101,6 +101,7 @@ def test_micro_batches_that_divide_by_their_own_counts_are_named(tmp_path: Path,
     assert found.tensors == ("weight", "bias")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", LOSSES)
 def test_equal_counts_are_right(tmp_path: Path, name: str) -> None:
     subject = watch(tmp_path, LOSSES[name][0], (4, 4))

@@ -458,6 +458,7 @@ def test_a_write_into_a_tensor_without_elements_is_no_step_of_a_parameter_withou
     assert said == "no optimizer stepped: gradients were checked as the last backward left them"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("parameters", [False, True])
 def test_gradients_are_written_before_activations_use_up_the_limit(tmp_path, parameters) -> None:
     """The limit is what gradients and parameters before and after need, where they are kept, and one small output."""

@@ -134,6 +134,7 @@ def test_functional_gradients_are_said_not_to_be_watched_in_one_line(both: Any) 
     assert [f.sentence[:24] for f in subject.findings if f.verdict == NOTE] == ["not judged: 4 parameters"]
 
 
+@pytest.mark.medium
 def test_a_program_that_fails_never_passes(worlds: Worlds, tmp_path: Path) -> None:  # V18
     with pytest.raises(Exception, match="no more data"):
         worlds(2).run(partial(field.watched, trackers.raises, str(tmp_path)))

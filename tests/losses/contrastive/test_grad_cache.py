@@ -401,6 +401,7 @@ def beside(layout: str) -> Found:
     return found
 
 
+@pytest.mark.medium
 def test_a_second_loss_counts_by_its_own_weight_and_both_are_reduced_once(worlds) -> None:
     mesh = Mesh.unbound("dp1")
     for ranks, layout in ((2, "dp2 zero1"), (4, "dp4"), (4, "dp4 zero3")):
