@@ -258,3 +258,12 @@ def test_the_threat_model_is_short_and_names_readers_and_limits() -> None:
     text = (ROOT / "SECURITY.md").read_text()
     assert len(text.splitlines()) <= 60
     assert all(word in text for word in ("safetensors", "parquet", "256 MiB", "scripts/sbom.py", "IG666", "masks"))
+
+
+def test_the_versions_that_the_page_calls_tested_are_those_that_are_installed() -> None:
+    page = (ROOT / "docs" / "how-to" / "install.md").read_text()
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for names in (("torch",), ("transformers", "peft", "accelerate"), ("trl", "lightning")):
+        assert f"| {', '.join(pinned[name] for name in names)} |" in page
+    assert PROJECT["project"]["requires-python"] == ">=3.11" and "torch>=2.11" in PROJECT["project"]["dependencies"]
+    assert isograd.__version__ in page

@@ -1,6 +1,6 @@
 """What `isograd train` says before it starts: what is trained, where, and the memory needed and the memory there is.
 
-    isograd 0.1.0 trains runs/quickstart
+    isograd 1.0.0rc1 trains runs/quickstart
       model    quickstart, 792k parameters in fp32
       layout   dp2 tp2 sp zero1: 4 ranks
       devices  4 ranks on 2 CPU cores, 23.5 GB
