@@ -143,7 +143,7 @@ def test_a_checkpoint_holds_its_own_step_whatever_is_trained_beside_it(
 @pytest.mark.slow
 def test_ranks_that_are_processes_of_their_own_load_their_cards(tmp_path: Path) -> None:
     """As on real cards (`in_own_processes`), where nobody forks a process that has used one."""
-    job = world.Job((__name__, "where_it_runs"), (), 2, tmp_path, 100, False, False, world._free_port(), 60, 180)
+    job = world.Job((__name__, "where_it_runs"), (), 2, tmp_path, 100, False, False, False, world._free_port(), 60, 180)
     world.in_own_processes(job)
     results = [world._result(tmp_path, rank) for rank in range(2)]
     assert [result.value for result in results] == [("cuda:0", 1.0), ("cuda:1", 1.0)], results
