@@ -86,9 +86,12 @@ class Group(dist.ProcessGroup):
 
         return communicator.enqueue(what, mine, outs, exchange, deliver, getattr(options, "asyncOp", True))
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        op = _reduction(opts)
-        return self._collective("all_reduce", tensors, tensors, lambda rows: [_reduced(rows, op)], opts, by=op)
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        op, sizes = _reduction(opts), [t.numel() for t in tensors]
+        finish = lambda rows: _reduced(rows, op).split(sizes)  # noqa: E731
+        return self._collective("all_reduce", tensors, tensors, finish, opts, by=op)
+
+    allreduce = allreduce_coalesced
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         op, here = _reduction(opts), opts.rootRank == self.rank()
@@ -112,7 +115,12 @@ class Group(dist.ProcessGroup):
         return self._collective("scatter", mine, outs, part, opts, sizes, outs[0].numel(), root=root)
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
-        return self._collective("all_gather", [x], [out], lambda rows: [torch.cat(rows)], opts)
+        return self.all_gather_single_coalesced([out], [x], opts)
+
+    def all_gather_single_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> Work:
+        sizes = [t.numel() for t in ins]
+        finish = lambda rows: [torch.cat(parts) for parts in zip(*(r.split(sizes) for r in rows), strict=True)]  # noqa: E731
+        return self._collective("all_gather", ins, outs, finish, opts)
 
     def allgather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> Work:
         """Of uneven sizes: a broadcast from each rank, and so every rank has to know all sizes."""
@@ -132,9 +140,16 @@ class Group(dist.ProcessGroup):
         return self._collective("reduce_scatter", tensors[0], outs, part, opts, elements=elements, by=op)
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
-        op, size = _reduction(opts), self.size()
-        part = lambda rows: [_reduced([row.view(size, -1)[self.rank()] for row in rows], op)]  # noqa: E731
-        return self._collective("reduce_scatter", [x], [out], part, opts, by=op)
+        return self.reduce_scatter_single_coalesced([out], [x], opts)
+
+    def reduce_scatter_single_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> Work:
+        op, sizes = _reduction(opts), [t.numel() for t in ins]
+
+        def finish(rows: list[Tensor]) -> list[Tensor]:
+            wholes = zip(*(row.split(sizes) for row in rows), strict=True)
+            return [_reduced([t.view(self.size(), -1)[self.rank()] for t in ranks], op) for ranks in wholes]
+
+        return self._collective("reduce_scatter", ins, outs, finish, opts, by=op)
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -104,11 +104,12 @@ def saved_by_torch(folder: Path) -> Tensor:
     checkpoints.save(saved, checkpoint_id=folder)
     loaded = {"t": distribute_tensor(torch.zeros(5, device="cuda"), mesh, [Shard(0)])}
     checkpoints.load(loaded, checkpoint_id=folder)
-    return loaded["t"].full_tensor()
+    twice = loaded["t"] @ saved["t"]  # each rank's part of a sum
+    return torch.cat([loaded["t"].full_tensor(), twice.full_tensor().view(1)])
 
 
 def test_torchs_distributed_tensors_are_scattered_saved_and_loaded(tmp_path: Path) -> None:
-    assert [t.tolist() for t in values_of(saved_by_torch, 2, tmp_path)] == [[0, 1, 2, 3, 4]] * 2
+    assert [t.tolist() for t in values_of(saved_by_torch, 2, tmp_path)] == [[0, 1, 2, 3, 4, 30]] * 2
 
 
 # -- random numbers ------------------------------------------------------------------------------------------------------
@@ -322,12 +323,8 @@ def test_recurrent_layers_have_the_gradients_of_the_cpu(kind: str, bias: bool) -
 def hooked(hook: str) -> list[Tensor]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).cuda(), bucket_cap_mb=0.0001)
-    if hook == "PowerSGD":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif hook:
-        hooks = {"all-reduce": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook}
-        model.register_comm_hook(None, hooks[hook])
+    if hook:
+        model.register_comm_hook(None, getattr(default_hooks, hook))
     rows = torch.randn(4, 8).chunk(2)[dist.get_rank()].cuda()
     for _ in range(3):
         model.zero_grad()
@@ -335,8 +332,8 @@ def hooked(hook: str) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("hook", ["all-reduce", "bf16", "PowerSGD"])
-def test_hooks_of_ddps_communication_give_its_gradients(hook: str) -> None:
+@pytest.mark.parametrize(("hook", "near"), [("allreduce_hook", 1e-6), ("fp16_compress_hook", 1e-2)])
+def test_hooks_of_ddps_communication_give_its_gradients(hook: str, near: float) -> None:
     plain = values_of(hooked, 2, "")[0]
     for found in values_of(hooked, 2, hook):
-        torch.testing.assert_close(found, plain, **({"rtol": 0.02, "atol": 0.1} if hook in ("bf16", "PowerSGD") else {}))
+        torch.testing.assert_close(found, plain, rtol=near, atol=near)
