@@ -82,7 +82,9 @@ def load() -> Any:
     assert spec is not None and spec.loader is not None
     lib = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(lib)
-    lib.begin([str(HERE / name) for name in ("device.py", "kernels.py", "layers.py", "communicator.py", "nccl.py", "rank.py")])
+    lib.begin(
+        [str(HERE / name) for name in ("device.py", "kernels.py", "layers.py", "communicator.py", "nccl.py", "rank.py")]
+    )
     _python_side()
     return lib
 
@@ -183,7 +185,7 @@ def _python_side() -> None:
             "is_available": lambda: True,
             "_initialized": True,
             "is_initialized": lambda: not lib.is_forked(),
-            "_is_in_bad_fork": lambda: lib.is_forked(),
+            "_is_in_bad_fork": lib.is_forked,
             "default_generators": tuple(map(lib.generator, range(CARDS))),
             "is_current_stream_capturing": lambda: False,
             "_exchange_device": torch._C._accelerator_exchangeDevice,

@@ -5,10 +5,13 @@ Composed of operators; halves are computed in fp32. Recurrent layers run cell by
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-Optional = Tensor | None
+Maybe = Tensor | None
+Tensors = tuple[Tensor, ...]
 
 
 def register(library: torch.library.Library) -> None:
@@ -39,7 +42,7 @@ def _spread(t: Tensor, like: Tensor) -> Tensor:
     return t.view(-1, *[1] * (like.dim() - 2))  # a value per channel
 
 
-# -- batch norm: statistics of a rank, of all ranks, and what is done with them ------------------------------------------
+# -- batch norm: statistics of a rank, of all ranks, and what is done with them ----------------------------------------
 
 
 def _stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -47,32 +50,25 @@ def _stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return rows.mean(1), (rows.var(1, unbiased=False) + eps).rsqrt()
 
 
-def _gather_stats(
-    input: Tensor, mean: Tensor, invstd: Tensor, running_mean: Optional, running_var: Optional, momentum: float,
-    eps: float, counts: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _gather_stats(_: Tensor, mean: Tensor, invstd: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
     """[ranks, channels] -> [channels]: the mean and deviation of all ranks' values."""
+    running_mean, running_var, momentum, eps, counts = more
     shares, total = counts[:, None].to(mean.dtype), counts.sum()
     whole = (mean * shares).sum(0) / total
     spread = ((invstd**-2 - eps + (mean - whole) ** 2) * shares).sum(0) / total
-    if running_mean is not None and running_var is not None:
+    if running_mean is not None:
         running_mean.lerp_(whole.to(running_mean.dtype), momentum)
         running_var.lerp_((spread * total / (total - 1)).to(running_var.dtype), momentum)
     return whole, (spread + eps).rsqrt()
 
 
-def _normalize(
-    input: Tensor, weight: Optional, bias: Optional, mean: Tensor, invstd: Tensor, eps: float
-) -> Tensor:  # fmt: skip
+def _normalize(input: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, invstd: Tensor, _: float) -> Tensor:
     out = (_wide(input) - _spread(mean, input)) * _spread(invstd, input)
     out = out if weight is None else out * _spread(weight, input)
     return (out if bias is None else out + _spread(bias, input)).to(input.dtype)
 
 
-def _backward_reduce(
-    grad_out: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Optional, input_g: bool, weight_g: bool,
-    bias_g: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _backward_reduce(grad_out: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Maybe, *_: bool) -> Tensors:
     """Of this rank: the sums of dy and of dy (x - mean), and the gradients of weight and bias."""
     gradient, own = _rows(grad_out), mean if weight is None else weight
     total, product = gradient.sum(1), (gradient * (_rows(input) - mean[:, None])).sum(1)
@@ -80,34 +76,32 @@ def _backward_reduce(
 
 
 def _backward_normalize(
-    grad_out: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Optional, sum_dy: Tensor,
-    sum_dy_xmu: Tensor, count: Tensor,
-) -> Tensor:  # fmt: skip
+    grad_out: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Maybe, *of_all_ranks: Tensor
+) -> Tensor:
+    sum_dy, sum_dy_xmu, count = of_all_ranks
     total = count.sum()
     slope = _spread(invstd**2 * sum_dy_xmu / total, input) * (_wide(input) - _spread(mean, input))
     found = (_wide(grad_out) - _spread(sum_dy / total, input) - slope) * _spread(invstd, input)
     return (found if weight is None else found * _spread(weight, input)).to(input.dtype)
 
 
-# -- recurrent cells, which autograd sees through: gates [batch, gates x hidden] ------------------------------------------
+# -- recurrent cells, which autograd sees through: gates [batch, gates x hidden] ---------------------------------------
 
 
-def _gates(gates: Tensor, bias: Optional, number: int) -> tuple[Tensor, ...]:
+def _gates(gates: Tensor, bias: Maybe, number: int) -> Tensors:
     return _wide(gates if bias is None else gates + bias).chunk(number, -1)
 
 
-def _lstm(
-    input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, input_bias: Optional = None, hidden_bias: Optional = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    pairs = zip(_gates(input_gates, input_bias, 4), _gates(hidden_gates, hidden_bias, 4), strict=True)
-    i, f, g, o = (a + b for a, b in pairs)
+def _lstm(of_input: Tensor, of_hidden: Tensor, cx: Tensor, *biases: Maybe) -> Tensors:
+    """The hidden and the cell's state, and the kernel's workspace, which nobody reads."""
+    first, second = biases or (None, None)
+    i, f, g, o = (a + b for a, b in zip(_gates(of_input, first, 4), _gates(of_hidden, second, 4), strict=True))
     cy = f.sigmoid() * cx + i.sigmoid() * g.tanh()
     return (o.sigmoid() * cy.tanh()).to(cx.dtype), cy.to(cx.dtype), cx.new_empty(0)
 
 
-def _gru(
-    input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, input_bias: Optional = None, hidden_bias: Optional = None
-) -> tuple[Tensor, Tensor]:
-    (ir, iz, new), (hr, hz, hn) = _gates(input_gates, input_bias, 3), _gates(hidden_gates, hidden_bias, 3)
+def _gru(of_input: Tensor, of_hidden: Tensor, hx: Tensor, *biases: Maybe) -> Tensors:
+    first, second = biases or (None, None)
+    (ir, iz, new), (hr, hz, hn) = _gates(of_input, first, 3), _gates(of_hidden, second, 3)
     n = (new + (ir + hr).sigmoid() * hn).tanh()
     return (n + (iz + hz).sigmoid() * (hx - n)).to(hx.dtype), hx.new_empty(0)

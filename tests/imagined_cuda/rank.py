@@ -57,7 +57,9 @@ def rank_main(job: Any, rank: int) -> None:
     value, error = None, ""
     try:
         if job.ranks > 1 and job.join:
-            place: dict[str, Any] = {"device_id": torch.device("cuda", torch.cuda.current_device())} if job.device_id else {}
+            place: dict[str, Any] = (
+                {"device_id": torch.device("cuda", torch.cuda.current_device())} if job.device_id else {}
+            )
             store = dist.FileStore(str(job.folder / "store"), job.ranks)
             dist.init_process_group(
                 "nccl", store=store, rank=rank, world_size=job.ranks, timeout=timedelta(seconds=job.seconds), **place

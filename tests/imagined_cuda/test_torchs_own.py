@@ -1,4 +1,4 @@
-"""torch's own functions on imagined cards: collectives of lists, random numbers, files and copies, layers over ranks."""
+"""torch's own functions on imagined cards: collectives of lists, random numbers, files, copies, layers over ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import io
 import os
 import pickle
-from collections.abc import Callable
+from ast import literal_eval
 from pathlib import Path
 from typing import Any
 
@@ -32,70 +32,53 @@ def values_of(program: Any, ranks: int = 1, *args: Any, **options: Any) -> list[
     return [result.value for result in results]
 
 
-# -- collectives of lists ------------------------------------------------------------------------------------------------
+# -- collectives of lists ----------------------------------------------------------------------------------------------
 
 
-def card(*numbers: float) -> Tensor:
-    return torch.tensor(numbers, device="cuda", dtype=torch.float32)
+def empty(*sizes: int) -> list[Tensor]:
+    return [torch.empty(size, device="cuda") for size in sizes]
 
 
-def collectives_of_lists() -> dict[str, Any]:
+def filled(size: int, value: float) -> Tensor:
+    return torch.full((size,), float(value), device="cuda")
+
+
+def lists() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    mine = card(rank, rank + 10)
-    gathered = [torch.empty_like(mine) for _ in range(size)] if rank == 1 else None
-    dist.gather(mine, gathered, dst=1)
-    part = torch.empty(2, device="cuda")
-    dist.scatter(part, [mine * n for n in range(size)] if rank == 2 else None, src=2)
-    total = torch.empty(2, device="cuda")
-    dist.reduce_scatter(total, [mine * n for n in range(size)])
-    uneven = [torch.empty(n + 1, device="cuda") for n in range(size)]
-    dist.all_gather(uneven, torch.full((rank + 1,), float(rank), device="cuda"))
-    sums = torch.empty(rank + 1, device="cuda")
-    work = dist.reduce_scatter(sums, [torch.full((n + 1,), float(rank + n), device="cuda") for n in range(size)],
-                               async_op=True)  # fmt: skip
+    gathered, (part, total), uneven, (sums,) = empty(2, 2, 2), empty(2, 2), empty(1, 2, 3), empty(rank + 1)
+    dist.gather(filled(2, rank), gathered if rank == 1 else None, dst=1)
+    assert rank != 1 or [t.tolist() for t in gathered] == [[0, 0], [1, 1], [2, 2]]
+    dist.scatter(part, [filled(2, n) for n in range(size)] if rank == 2 else None, src=2)
+    assert part.tolist() == [rank] * 2
+    dist.reduce_scatter(total, [filled(2, rank * n) for n in range(size)])
+    assert total.tolist() == [3 * rank] * 2
+    dist.all_gather(uneven, filled(rank + 1, rank))
+    assert [t.tolist() for t in uneven] == [[0], [1, 1], [2, 2, 2]]
+    work = dist.reduce_scatter(sums, [filled(n + 1, rank + n) for n in range(size)], async_op=True)
     work.wait()
+    assert sums.tolist() == [3 + 3 * rank] * (rank + 1)
     objects: list[Any] = [None] * size
     dist.gather_object({"rank": rank}, objects if rank == 0 else None, dst=0)
-    return {
-        "gather": gathered, "scatter": part, "reduce_scatter": total, "uneven": uneven, "sums": sums, "of": objects[0],
-    }  # fmt: skip
+    assert rank or objects == [{"rank": n} for n in range(size)]
 
 
-def test_lists_are_gathered_scattered_and_reduced_evenly_or_not() -> None:
-    for rank, found in enumerate(values_of(collectives_of_lists, 3)):
-        assert (found["gather"] is not None) == (rank == 1)
-        assert rank != 1 or [t.tolist() for t in found["gather"]] == [[0, 10], [1, 11], [2, 12]]
-        assert found["scatter"].tolist() == [2 * rank, 12 * rank]
-        assert found["reduce_scatter"].tolist() == [3 * rank, 33 * rank]
-        assert [t.tolist() for t in found["uneven"]] == [[0], [1, 1], [2, 2, 2]]
-        assert found["sums"].tolist() == [3 + 3 * rank] * (rank + 1)
-        assert rank or found["of"] == {"rank": 0}
+def lists_that_do_not_fit() -> None:
+    """Refused in NCCL's words, before anything is sent."""
+    x, short = filled(3, 1), empty(2, 2)
+    for call, says in {
+        lambda: dist.all_gather(short, x): "output of _broadcast_oop must have the same number of elements",
+        lambda: dist.reduce_scatter(x, short): "output of _reduce_oop must have the same number of elements",
+        lambda: dist.gather(x, short): r"::gather: invalid tensor size at index 0 \(expected \(3,\), got \(2,\)",
+        lambda: dist.scatter(x, short): r"::scatter: invalid tensor size at index 0 \(expected \(3,\), got \(2,\)",
+    }.items():
+        if dist.get_rank() == 0:
+            with pytest.raises(ValueError, match=says):
+                call()
 
 
-def refused(what: str) -> str:
-    x = torch.ones(2 + dist.get_rank(), device="cuda")
-    calls: dict[str, Callable[[], Any]] = {
-        "all_gather": lambda: dist.all_gather([torch.empty(2, device="cuda"), torch.empty(4, device="cuda")], x),
-        "reduce_scatter": lambda: dist.reduce_scatter(torch.empty(3, device="cuda"), [x[:1], x[:1]]),
-        "gather": lambda: dist.gather(x, [torch.empty(1, device="cuda")] * 2 if dist.get_rank() == 0 else None),
-        "scatter": lambda: dist.scatter(x, [torch.empty(1, device="cuda")] * 2 if dist.get_rank() == 0 else None),
-    }
-    with pytest.raises(ValueError) as error:
-        calls[what]()
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "rank", "says"),
-    [
-        ("all_gather", 1, "_broadcast_oop must have the same number of elements"),
-        ("reduce_scatter", 0, "_reduce_oop must have the same number of elements"),
-        ("gather", 0, r"ProcessGroupNCCL::gather: invalid tensor size at index 0 (expected (2,), got (1,))"),
-        ("scatter", 0, r"ProcessGroupNCCL::scatter: invalid tensor size at index 0 (expected (2,), got (1,))"),
-    ],
-)
-def test_a_list_that_does_not_fit_is_refused_with_ncclss_words(what: str, rank: int, says: str) -> None:
-    assert says in run(refused, 2, what, seconds=3)[rank].value
+@pytest.mark.parametrize(("program", "ranks"), [(lists, 3), (lists_that_do_not_fit, 2)])
+def test_lists_are_gathered_scattered_and_reduced_evenly_or_not_or_are_refused(program: Any, ranks: int) -> None:
+    values_of(program, ranks)
 
 
 def saved_by_torch(folder: Path) -> Tensor:
@@ -104,55 +87,41 @@ def saved_by_torch(folder: Path) -> Tensor:
     checkpoints.save(saved, checkpoint_id=folder)
     loaded = {"t": distribute_tensor(torch.zeros(5, device="cuda"), mesh, [Shard(0)])}
     checkpoints.load(loaded, checkpoint_id=folder)
-    twice = loaded["t"] @ saved["t"]  # each rank's part of a sum
-    return torch.cat([loaded["t"].full_tensor(), twice.full_tensor().view(1)])
+    product = loaded["t"] @ saved["t"]  # each rank's part of a sum
+    return torch.cat([loaded["t"].full_tensor(), product.full_tensor().view(1)])
 
 
 def test_torchs_distributed_tensors_are_scattered_saved_and_loaded(tmp_path: Path) -> None:
     assert [t.tolist() for t in values_of(saved_by_torch, 2, tmp_path)] == [[0, 1, 2, 3, 4, 30]] * 2
 
 
-# -- random numbers ------------------------------------------------------------------------------------------------------
+# -- random numbers ----------------------------------------------------------------------------------------------------
 
 
-def draws() -> dict[str, Any]:
-    def draw(where: Any = "cuda", **options: Any) -> list[float]:
-        return torch.rand(3, device=where, **options).tolist()
+def draw(where: Any = "cuda", **options: Any) -> list[float]:
+    return torch.rand(3, device=where, **options).tolist()
 
+
+def draws() -> None:
     torch.manual_seed(1)
-    host = torch.get_rng_state()
-    first = draw()
-    state = torch.cuda.get_rng_state()
-    second, _ = draw(), torch.cuda.set_rng_state(state)
-    again = draw()
+    host, first, state = torch.get_rng_state(), draw(), torch.cuda.get_rng_state()
+    second = draw()
+    torch.cuda.set_rng_state(state)
+    assert draw() == second != first and state.numel() == 16
     own = torch.Generator(device="cuda").manual_seed(1)
+    assert draw(generator=own) == first and own.device.type == "cuda"
     torch.cuda.manual_seed(1)
     with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
-        inside = draw()
-    after = draw()
-    found = {"first": first, "second": second, "again": again, "own": draw(generator=own), "inside": inside}
-    torch.cuda.manual_seed_all(1)
-    found |= {"after": after, "other card": draw("cuda:1"), "state": state.numel(), "device": own.device.type}
-    return found | {"host": torch.equal(host, torch.get_rng_state())}
+        assert draw() == first
+    assert draw() == first
+    assert draw("cuda:1") == first  # its generator has stood still since manual_seed
+    assert torch.equal(host, torch.get_rng_state()), "a card's numbers are drawn from the CPU's generator"
+    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+        draw(generator=torch.Generator())
 
 
 def test_each_card_has_a_generator_of_its_own() -> None:
-    (found,) = values_of(draws)
-    first = found["first"]
-    assert first != found["second"] == found["again"]
-    assert [found[name] for name in ("own", "inside", "after", "other card")] == [first] * 4
-    assert found["state"] == 16 and found["device"] == "cuda"
-    assert found["host"], "a card's numbers are drawn from the CPU's generator"
-
-
-def generator_of_the_host() -> str:
-    with pytest.raises(RuntimeError) as error:
-        torch.rand(3, device="cuda", generator=torch.Generator())
-    return str(error.value)
-
-
-def test_a_generator_of_the_host_is_refused_on_a_card() -> None:
-    assert "Expected a 'cuda' device type for generator but found 'cpu'" in values_of(generator_of_the_host)[0]
+    values_of(draws)
 
 
 def dropped(keeps: bool) -> bool:
@@ -174,37 +143,28 @@ def test_dropout_under_a_checkpoint_drops_the_same_only_if_the_cards_state_is_ke
     assert values_of(dropped, 1, False) == [False]
 
 
-# -- files, copies and results -------------------------------------------------------------------------------------------
+# -- files, copies and results -----------------------------------------------------------------------------------------
 
 
-def copied() -> dict[str, Any]:
-    torch.manual_seed(0)
-    model, file = nn.Linear(3, 2), io.BytesIO()
+def copied() -> None:
+    model, file, on_card = nn.Linear(3, 2), io.BytesIO(), io.BytesIO()
     torch.save(model.state_dict(), file)
-    loaded = {}
-    for where in ("cuda", "cuda:1", None):
-        file.seek(0)
-        loaded[str(where)] = torch.load(file, map_location=where)["weight"]
-    model.cuda()
-    on_card = io.BytesIO()
-    torch.save(model.state_dict(), on_card)
+    file.seek(0)
+    kept = torch.load(file, map_location="cuda:1")["weight"]
+    file.seek(0)
+    on_this = torch.load(file, map_location="cuda")["weight"]
+    torch.save(model.cuda().state_dict(), on_card)
     on_card.seek(0)
-    several = {
-        **loaded, "saved on a card": torch.load(on_card)["weight"], "model": copy.deepcopy(model).weight,
-        "tensor": copy.deepcopy(model.weight.detach()), "view": copy.deepcopy(model.weight.detach().t()).t(),
-        "pickle": pickle.loads(pickle.dumps(model)).weight,
-    }  # fmt: skip
-    places = {name: str(t.device) for name, t in several.items()}
-    memory = {t.untyped_storage().data_ptr() for t in several.values()} | {model.weight.data_ptr()}
-    assert len(memory) == len(several) + 1
-    return {"places": places, "same": [torch.equal(t.cpu(), model.weight.cpu()) for t in several.values()]}
+    weight = model.weight.detach()
+    copies = [on_this, torch.load(on_card)["weight"], copy.deepcopy(model).weight, copy.deepcopy(weight)]
+    copies += [copy.deepcopy(weight.t()).t(), pickle.loads(pickle.dumps(model)).weight]
+    assert kept.device.index == 1 and {str(t.device) for t in copies} == {"cuda:0"}
+    assert all(torch.equal(t.cpu(), weight.cpu()) for t in (kept, *copies))
+    assert len({t.untyped_storage().data_ptr() for t in (weight, kept, *copies)}) == 8
 
 
 def test_tensors_are_loaded_copied_and_pickled_on_cards() -> None:
-    (found,) = values_of(copied)
-    assert found["same"] == [True] * 8
-    assert found["places"].pop("cuda:1") == "cuda:1" and found["places"].pop("None") == "cpu"
-    assert set(found["places"].values()) == {"cuda:0"}
+    values_of(copied)
 
 
 class Holder:
@@ -226,52 +186,49 @@ def test_a_program_may_return_tensors_of_cards_and_is_told_what_cannot_be_return
     assert "its value" in result.error and "pickle" in result.error
 
 
-def timed() -> tuple[float, list[str]]:
-    first, last, late, plain = *(torch.cuda.Event(enable_timing=True) for _ in range(3)), torch.cuda.Event()
+def timed() -> float:
+    first, last, late = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     first.record()
     for _ in range(10):
         torch.ones(4, device="cuda").mul_(2)
     last.record()
-    refusals = []
-    for end in (last, plain, late):
-        with pytest.raises((RuntimeError, ValueError)) as error:
+    for end, says in ((last, "completed"), (torch.cuda.Event(), "enable_timing=True"), (late, "recorded")):
+        with pytest.raises((RuntimeError, ValueError), match=f"Both events must be .*{says}"):
             first.elapsed_time(end)
-        refusals.append(str(error.value))
     torch.cuda.synchronize()
-    return first.elapsed_time(last), refusals
+    return first.elapsed_time(last)
 
 
 def test_time_between_events_is_a_microsecond_a_launch() -> None:
-    ((milliseconds, refusals),) = values_of(timed)
-    assert milliseconds == pytest.approx(20 / 1000, rel=0.5)
-    assert [one.split()[4] for one in refusals] == ["completed", "created", "recorded"]
+    assert values_of(timed) == [pytest.approx(20 / 1000, rel=0.5)]
 
 
-def in_a_fork(what: str) -> str:
+def in_a_fork() -> list[str]:
+    """What a child says to each use of a card, and to work on the host."""
     x, (read, write) = torch.ones(2, device="cuda"), os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            torch.manual_seed(0)  # as a DataLoader's worker does
-            {"new": lambda: torch.ones(2, device="cuda"), "old": lambda: x.mul_(2), "stream": torch.cuda.Stream,
-             "synchronize": torch.cuda.synchronize, "host": lambda: torch.ones(2)}[what]()  # fmt: skip
-            os.write(write, b"nothing was said")
-        except BaseException as error:
-            os.write(write, str(error).encode())
+    if os.fork() == 0:
+        said = []
+        torch.manual_seed(0)  # as a DataLoader's worker does
+        new, old, host = lambda: torch.ones(2, device="cuda"), lambda: x.mul_(2), lambda: torch.ones(2)
+        for use in (new, old, torch.cuda.Stream, torch.cuda.synchronize, host):
+            try:
+                use()
+                said.append("nothing")
+            except RuntimeError as error:
+                said.append(str(error).splitlines()[0])
+        os.write(write, repr(said).encode())
         os._exit(0)
-    os.waitpid(child, 0)
-    return os.read(read, 10_000).decode()
+    os.wait()
+    return literal_eval(os.read(read, 10_000).decode())
 
 
-@pytest.mark.parametrize("what", ["new", "old", "stream", "synchronize"])
-def test_cards_cannot_be_used_in_a_fork(what: str) -> None:
-    assert "Cannot re-initialize CUDA in forked subprocess" in values_of(in_a_fork, 1, what)[0]
+def test_cards_cannot_be_used_in_a_fork() -> None:
+    *cards, host = values_of(in_a_fork)[0]
+    assert len(cards) == 4 and all("Cannot re-initialize CUDA in forked subprocess" in said for said in cards), cards
+    assert host == "nothing"
 
 
-def test_a_fork_that_uses_no_card_is_none_of_the_cards_business() -> None:
-    assert values_of(in_a_fork, 1, "host") == ["nothing was said"]
-
-
-# -- layers and engines --------------------------------------------------------------------------------------------------
+# -- layers and engines ------------------------------------------------------------------------------------------------
 
 
 def normalized(ranks: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -314,7 +271,9 @@ def recurrent(kind: str, bias: bool, where: str) -> list[Tensor]:
     return [t.cpu() for t in (out.detach(), last.detach(), rows.grad, *(p.grad for p in layer.parameters()))]
 
 
-@pytest.mark.parametrize(("kind", "bias"), [("LSTM", True), ("LSTM", False), ("GRU", True), ("GRU", False), ("RNN", True)])
+@pytest.mark.parametrize(
+    ("kind", "bias"), [("LSTM", True), ("LSTM", False), ("GRU", True), ("GRU", False), ("RNN", True)]
+)
 def test_recurrent_layers_have_the_gradients_of_the_cpu(kind: str, bias: bool) -> None:
     (found,) = values_of(recurrent, 1, kind, bias, "cuda")
     torch.testing.assert_close(found, recurrent(kind, bias, "cpu"))

@@ -111,7 +111,8 @@ def run(
 
     `lag`: by how many launches the device is behind the host, on each rank or on all. `device_id`: whether
     init_process_group is given one. `join`: whether it is called at all; else variables like torchrun's are there, and
-    the program joins by itself. `one_card`: whether each rank sees its own card only. `seconds`: NCCL's timeout. `limit`: after which the ranks are ended.
+    the program joins by itself. `one_card`: whether each rank sees its own card only. `seconds`: NCCL's timeout.
+    `limit`: after which the ranks are ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         home = function.__module__, function.__qualname__
