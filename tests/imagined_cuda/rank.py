@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 
-def on_host(value: Any) -> bytes:
+def pickled(value: Any) -> bytes:
     """A value's pickle, in which tensors of cards lie in the host's memory: who reads it has no cards."""
     import torch
 
@@ -75,9 +75,9 @@ def rank_main(job: Any, rank: int) -> None:
         result["memory"] = device.lib.memory()
     written = job.folder / f"{rank}.part"
     try:
-        written.write_bytes(on_host({**result, "value": value}))
+        written.write_bytes(pickled({**result, "value": value}))
     except Exception:
-        written.write_bytes(on_host({**result, "error": f"{error}\nits value:\n{traceback.format_exc()}"}))
+        written.write_bytes(pickled({**result, "error": f"{error}\nits value:\n{traceback.format_exc()}"}))
     written.rename(job.folder / f"{rank}.result")
 
 

@@ -44,7 +44,7 @@ def first_messages_of_1f1b() -> None:
 
 
 def test_g1_early_receives_of_three_stages_stand_still_and_the_tree_s_do_not() -> None:
-    results = run(first_messages_of_1f1b, 3, seconds=3, limit=30)
+    results = run(first_messages_of_1f1b, 3, seconds=4, limit=40)
     (stuck,) = results[0].of("communicator")  # of the second group: no other message of these two has gone down
     assert "'2 0-1' of ranks [0, 1]: not all of ranks [0, 1] came to make it" in stuck.text
     assert names(stuck, ("work = op(",), __file__)
