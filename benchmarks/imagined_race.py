@@ -91,10 +91,10 @@ class Timeline(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Streams, events and collectives, as Python calls them."""
-        from tests.imagined_cuda import nccl
+        from tests.imagined_cuda import communicator
 
         record, wait = torch.cuda.Event.record, torch.cuda.Event.wait
-        enqueue, finished = nccl.Communicator.enqueue, nccl.Work.wait
+        enqueue, finished = communicator.Communicator.enqueue, communicator.Work.wait
 
         def recorded(event: Any, stream: Any = None) -> None:
             record(event, stream)
@@ -125,9 +125,9 @@ class Timeline(TorchDispatchMode):
         with (
             patch.object(torch.cuda.Event, "record", recorded),
             patch.object(torch.cuda.Event, "wait", waited),
-            patch.object(nccl.Communicator, "enqueue", sent),
-            patch.object(nccl.Work, "wait", joined),
-            patch.object(nccl.Work, "synchronize", joined),
+            patch.object(communicator.Communicator, "enqueue", sent),
+            patch.object(communicator.Work, "wait", joined),
+            patch.object(communicator.Work, "synchronize", joined),
             self,
         ):
             yield
@@ -220,20 +220,20 @@ def costs() -> Counter[str]:
 def one_step(name: str) -> dict[str, Any]:
     """The numbers of one step, on this rank. Losses are not read, by nobody."""
     from isograd.plan import machine
-    from tests.imagined_cuda import nccl
+    from tests.imagined_cuda import communicator
 
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     step = CONTESTANTS[name]()
     rank = torch.distributed.get_rank()
     for _ in range(WARMUP):
         step(rank)
-    before, calls, waits = Counter(device.lib.launches()), len(nccl._World.calls), costs()
+    before, calls, waits = Counter(device.lib.launches()), len(communicator.World.calls), costs()
     torch.cuda.reset_peak_memory_stats()
     step(rank)
     launches = Counter(device.lib.launches()) - before
     found = {
         "launches": sum(launches.values()),
-        "collectives": len(nccl._World.calls) - calls,
+        "collectives": len(communicator.World.calls) - calls,
         "waits": sum(n for place, n in (costs() - waits).items() if place.startswith("host wait")) - FROM_HOST,
         "peak": torch.cuda.max_memory_allocated(),
         "operators": dict(launches),

@@ -18,6 +18,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
+#include <unistd.h>
 #include <unordered_map>
 #include "memory.h"
 
@@ -36,6 +37,21 @@ using Lock = std::lock_guard<std::mutex>;
 constexpr int kDevices = 8;
 thread_local DeviceIndex current = 0;
 thread_local int current_stream[kDevices] = {};
+int visible = kDevices;  // cards that this process sees
+pid_t owner = 0;  // the process that has begun to use them: a fork of it cannot
+
+bool is_forked() { return owner && owner != getpid(); }
+
+void check_process() {
+  TORCH_CHECK(!is_forked(), "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must "
+              "use the 'spawn' start method");
+}
+
+void check_card(DeviceIndex index) {
+  if (index < visible) return;
+  auto text = c10::str("CUDA error: invalid device ordinal (", int(index), ", and ", visible, " visible)");
+  throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 101, text);
+}
 
 // A stream's number among all: the default streams of the devices come first. torch's id of a default stream is 0.
 int number_of(DeviceIndex index, c10::StreamId id) { return id == 0 ? index : static_cast<int>(id) + kDevices - 1; }
@@ -133,9 +149,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   c10::Device getDevice() const override { return c10::Device(DeviceType::CUDA, current); }
-  void setDevice(c10::Device d) const override { uncheckedSetDevice(d); }
+  void setDevice(c10::Device d) const override {
+    check_card(d.index());
+    uncheckedSetDevice(d);
+  }
   void uncheckedSetDevice(c10::Device d) const noexcept override { if (d.has_index()) current = d.index(); }
-  DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  DeviceIndex deviceCount() const noexcept override { return visible; }
   DeviceIndex index_of(c10::Device d) const { return d.has_index() ? d.index() : current; }
   Stream stream(DeviceIndex index, int id) const {
     return Stream(Stream::UNSAFE, c10::Device(DeviceType::CUDA, index), id);
@@ -144,7 +163,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream(index_of(d), current_stream[index_of(d)]);
   }
   Stream getDefaultStream(c10::Device d) const override { return stream(index_of(d), 0); }
-  Stream getNewStream(c10::Device d, int) const override { return stream(index_of(d), ++streams_made); }
+  Stream getNewStream(c10::Device d, int) const override {
+    check_process();
+    return stream(index_of(d), ++streams_made);
+  }
   Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return getNewStream(d, 0); }
   Stream exchangeStream(Stream s) const override {
     Stream before = getStream(s.device());
@@ -188,9 +210,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     for (auto& clock : std::vector<imagined::Clock>(device().streams)) device().host_waits(clock);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const override;
-  double elapsedTime(void* a, void* b, const DeviceIndex) const override {
-    return double(static_cast<imagined::Event*>(b)->when) - double(static_cast<imagined::Event*>(a)->when);
-  }
 };
 
 // -- memory ---------------------------------------------------------------------------------------------------------
@@ -202,6 +221,7 @@ void give_back(void* context) {
 
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    check_process();
     c10::Device home(DeviceType::CUDA, current);
     if (!bytes) return {nullptr, nullptr, &c10::detail::deleteNothing, home};
     Lock hold(device().mutex);
@@ -263,6 +283,7 @@ std::pair<uint64_t, uint64_t> reach(const Tensor& t) {
 using Tensors = std::vector<Tensor>;
 
 void launch(const std::string& op, DeviceIndex index, const Tensors& reads, const Tensors& writes) {
+  check_process();
   int where = site();
   Lock hold(device().mutex);
   int stream = stream_now(index);
@@ -276,6 +297,77 @@ void launch(const std::string& op, DeviceIndex index, const Tensors& reads, cons
       device().touch(block->accesses, {block->low + first, block->low + last, stream, tick, write, op, where});
     }
 }
+
+// -- random numbers -------------------------------------------------------------------------------------------------
+
+// A card's own: as Philox's, its state is a seed and an offset, and every launch that draws moves the offset on.
+struct CardGenerator final : c10::GeneratorImpl {
+  uint64_t state[2] = {c10::default_rng_seed_val, 0};
+
+  explicit CardGenerator(DeviceIndex index)
+      : GeneratorImpl(c10::Device(DeviceType::CUDA, index), c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
+  static DeviceType device_type() { return DeviceType::CUDA; }
+  void set_current_seed(uint64_t seed) override { state[0] = seed, state[1] = 0; }
+  void set_offset(uint64_t offset) override { state[1] = offset; }
+  uint64_t current_seed() const override { return state[0]; }
+  uint64_t get_offset() const override { return state[1]; }
+  uint64_t seed() override {
+    set_current_seed(c10::detail::getNonDeterministicRandom(true));
+    return state[0];
+  }
+  void set_state(const c10::TensorImpl& from) override {
+    TORCH_CHECK(from.device().is_cpu() && from.dtype() == caffe2::TypeMeta::Make<uint8_t>() && from.is_contiguous(),
+                "RNG state must be a torch.ByteTensor");
+    TORCH_CHECK(from.numel() == sizeof state, "RNG state is wrong size");
+    memcpy(state, from.data(), sizeof state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    auto into = at::detail::empty_cpu({sizeof state}, at::kByte);
+    memcpy(into.mutable_data_ptr(), state, sizeof state);
+    return into.getIntrusivePtr();
+  }
+  CardGenerator* clone_impl() const override {
+    auto* made = new CardGenerator(device_.index());
+    memcpy(made->state, state, sizeof state);
+    return made;
+  }
+  at::mt19937 of_launch() {  // what a CPU's kernel draws from
+    Lock hold(mutex_);
+    uint64_t x = state[0] * 0x9e3779b97f4a7c15 + state[1] * 0xbf58476d1ce4e5b9;
+    state[1] += 4;
+    x = (x ^ (x >> 31)) * 0x94d049bb133111eb;
+    return at::mt19937(x >> 32);
+  }
+};
+
+const at::Generator& generator_of(DeviceIndex index) {
+  static auto* all = [] {
+    auto* made = new std::vector<at::Generator>;
+    for (int i = 0; i < kDevices; ++i) made->push_back(at::make_generator<CardGenerator>(i));
+    return made;
+  }();
+  return (*all)[index < 0 ? current : index];
+}
+
+// While it lives, CPU kernels that take no generator draw from a card's.
+struct Drawing {
+  explicit Drawing(CardGenerator& card) { set(card.of_launch(), {}, {}); }
+  ~Drawing() { set(engine, single, wide); }
+
+ private:
+  inline static std::mutex one_at_a_time;
+  Lock hold{one_at_a_time};
+  at::CPUGeneratorImpl* cpu = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
+  at::mt19937 engine = cpu->engine();
+  std::optional<float> single = cpu->next_float_normal_sample();
+  std::optional<double> wide = cpu->next_double_normal_sample();
+
+  void set(at::mt19937 from, std::optional<float> one, std::optional<double> other) {
+    cpu->set_engine(from);
+    cpu->set_next_float_normal_sample(one);
+    cpu->set_next_double_normal_sample(other);
+  }
+};
 
 // -- device tensors as host tensors, and back -----------------------------------------------------------------------
 
@@ -414,14 +506,26 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::DeviceGuard guard(c10::Device(DeviceType::CUDA, index));
 
   Call call;
+  bool takes_generator = false;
   for (size_t i = 0; i < parameters.size(); ++i) {
     auto& slot = (*stack)[begin + i];
     bool pins = parameters[i].name() == "pin_memory" && slot.isBool();
     slot = pins ? IValue(false) : Call::each(arguments[i], [&](const Tensor& t) { return call.host(t); });
+    if (parameters[i].name() != "generator") continue;
+    takes_generator = true;
+    auto* card = at::check_generator<CardGenerator>(slot.isNone() ? generator_of(index) : slot.toGenerator());
+    auto made = at::make_generator<at::CPUGeneratorImpl>();
+    at::check_generator<at::CPUGeneratorImpl>(made)->set_engine(card->of_launch());
+    slot = made;
   }
   auto waits = kWaits.find(name);
   bool masked = by_mask(name, arguments);
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  {
+    std::optional<Drawing> drawing;
+    if (!takes_generator && op.hasTag(at::Tag::nondeterministic_seeded))
+      drawing.emplace(*at::check_generator<CardGenerator>(generator_of(index)));
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
   std::vector<Tensor> results;
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
     auto& slot = (*stack)[i];
@@ -559,19 +663,21 @@ struct CUDAHooks final : CUDAHooksInterface {  // torch looks for this name
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   void init() const override {}
-  DeviceIndex deviceCount() const override { return kDevices; }
-  int getNumGPUs() const override { return kDevices; }
+  DeviceIndex deviceCount() const override { return visible; }
+  int getNumGPUs() const override { return visible; }
   DeviceIndex current_device() const override { return current; }
   DeviceIndex getCurrentDevice() const override { return current; }
-  void setCurrentDevice(DeviceIndex d) const override { current = d; }
+  void setCurrentDevice(DeviceIndex d) const override { Guard().setDevice(c10::Device(DeviceType::CUDA, d)); }
   DeviceIndex exchangeDevice(DeviceIndex d) const override { return std::exchange(current, d); }
   DeviceIndex maybeExchangeDevice(DeviceIndex d) const override { return std::exchange(current, d); }
   bool isPinnedPtr(const void* p) const override { return PinnedAllocator::holds(p); }
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   Allocator* getCUDADeviceAllocator() const override { return &allocator; }
   void deviceSynchronize(DeviceIndex d) const override { Guard().synchronizeDevice(d); }
-  const Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
-  Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+  const Generator& getDefaultGenerator(DeviceIndex d) const override { return generator_of(d); }
+  Generator getNewGenerator(DeviceIndex d) const override {
+    return at::make_generator<CardGenerator>(d < 0 ? current : d);
+  }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }  // namespace at
@@ -673,13 +779,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto& now = memory();
     return std::map<std::string, int64_t>{
         {"allocated", now.allocated}, {"peak", now.peak}, {"reserved", now.reserved},
-        {"peak_reserved", now.peak_reserved}, {"allocations", now.allocations}};
+        {"peak_reserved", now.peak_reserved}, {"allocations", now.allocations}, {"capacity", now.capacity}};
   });
   m.def("reset_peak", [] {
     Lock hold(device().mutex);
     memory().peak = memory().allocated;
     memory().peak_reserved = memory().reserved;
   });
+  m.def("launches_between", [](intptr_t a, intptr_t b) {  // two events
+    return int64_t(reinterpret_cast<imagined::Event*>(b)->when - reinterpret_cast<imagined::Event*>(a)->when);
+  });
+  m.def("generator", &generator_of);
+  m.def("own_cards", [](int cards) { owner = getpid(), visible = cards; });
+  m.def("is_forked", &is_forked);
+  m.def("visible_cards", [] { return visible; });
   m.def("set_lag", [](uint64_t launches) { Lock hold(device().mutex); device().lag = launches; });
   m.def("fail_allocation", [](int64_t from_now) {
     Lock hold(device().mutex);

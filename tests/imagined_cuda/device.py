@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import hashlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -81,9 +82,17 @@ def load() -> Any:
     assert spec is not None and spec.loader is not None
     lib = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(lib)
-    lib.begin([str(HERE / name) for name in ("device.py", "kernels.py", "nccl.py", "rank.py")])
+    lib.begin(
+        [str(HERE / name) for name in ("device.py", "kernels.py", "layers.py", "communicator.py", "nccl.py", "rank.py")]
+    )
     _python_side()
     return lib
+
+
+def card_name(card: Any) -> str:
+    """Of a card among those of the machine. `card`: as this process counts those that it sees."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return seen.split(",")[card.index] if seen else str(card.index)
 
 
 def _python_side() -> None:
@@ -107,7 +116,7 @@ def _python_side() -> None:
     class EventBase(torch.Event):
         def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: Any):
             made = super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
-            made.recorded = False
+            made.recorded, made.is_timed = False, enable_timing
             return made
 
         @property
@@ -123,6 +132,16 @@ def _python_side() -> None:
                 lib.find("event never recorded", "a stream waits for an event that nobody has recorded")
             super().wait(stream or cuda.current_stream())
 
+        def elapsed_time(self, end: Any) -> float:
+            """In milliseconds, as if a launch took a microsecond."""
+            if not (self.is_timed and end.is_timed):
+                raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+            if not (self.recorded and end.recorded):
+                raise ValueError("Both events must be recorded before calculating elapsed time.")
+            if not (self.query() and end.query()):
+                raise RuntimeError("Both events must be completed before calculating elapsed time.")
+            return lib.launches_between(self.event_id, end.event_id) / 1000
+
     torch._C._CudaStreamBase, torch._C._CudaEventBase = StreamBase, EventBase
     spec = importlib.util.find_spec("torch.cuda.streams")
     assert spec is not None and spec.loader is not None
@@ -137,13 +156,21 @@ def _python_side() -> None:
         torch._C._accelerator_setStream(torch.Stream(**place))
 
     def synchronize(device: Any = None) -> None:
+        cuda._lazy_init()
         for ready in before_synchronize:
             ready()
         accelerator.synchronize()
 
-    properties = types.SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3 (imagined)", total_memory=80 << 30, major=9, minor=0, multi_processor_count=132
-    )
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        memory = lib.memory()
+        return memory["capacity"] - memory["reserved"], memory["capacity"]
+
+    def get_device_properties(device: Any = None) -> Any:
+        card = torch.device("cuda", torch.cuda._utils._get_device_index(device, optional=True))
+        return types.SimpleNamespace(**properties, uuid=f"GPU-{card_name(card)}")
+
+    properties = {"name": "NVIDIA H100 80GB HBM3 (imagined)", "major": 9, "minor": 0}
+    properties |= {"total_memory": 80 << 30, "multi_processor_count": 132}
     here = {"stream_id": 0, "device_type": 1}
     made: dict[Any, dict[str, Any]] = {
         torch._C: {
@@ -156,28 +183,29 @@ def _python_side() -> None:
         torch.backends.cuda: {"is_built": lambda: True},
         cuda: {
             "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "_lazy_init": lambda: None,
+            "_initialized": True,
+            "is_initialized": lambda: not lib.is_forked(),
+            "_is_in_bad_fork": lib.is_forked,
+            "default_generators": tuple(map(lib.generator, range(CARDS))),
+            "is_current_stream_capturing": lambda: False,
             "_exchange_device": torch._C._accelerator_exchangeDevice,
             "_maybe_exchange_device": torch._C._accelerator_maybeExchangeDevice,
-            "device_count": lambda: CARDS,
+            "device_count": lib.visible_cards,
             "current_device": accelerator.current_device_index,
             "synchronize": synchronize,
             "before_synchronize": before_synchronize,
-            "get_device_name": lambda device=None: properties.name,
-            "get_device_properties": lambda device=None: properties,
-            "get_device_capability": lambda device=None: (properties.major, properties.minor),
+            "get_device_name": lambda device=None: properties["name"],
+            "get_device_properties": get_device_properties,
+            "get_device_capability": lambda device=None: (properties["major"], properties["minor"]),
             "memory_allocated": lambda device=None: lib.memory()["allocated"],
             "max_memory_allocated": lambda device=None: lib.memory()["peak"],
             "memory_reserved": lambda device=None: lib.memory()["reserved"],
             "max_memory_reserved": lambda device=None: lib.memory()["peak_reserved"],
             "reset_peak_memory_stats": lambda device=None: lib.reset_peak(),
+            "mem_get_info": mem_get_info,
             "empty_cache": lambda: None,
-            "manual_seed": lambda seed: None,
-            "manual_seed_all": lambda seed: None,
-            "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
-            "set_rng_state": lambda state, device=None: None,
         },
+        cuda.random: {"device_count": lib.visible_cards},
     }
     for home, functions in made.items():
         for name, function in functions.items():
@@ -197,7 +225,15 @@ def _storages_and_host_reads(torch: Any) -> None:
         lib.resize_storage(self, size)
         return self
 
-    torch.UntypedStorage.resize_ = resize_
+    new = torch.UntypedStorage.__new__
+
+    def on_card(cls: Any, *args: Any, device: Any = None, **options: Any) -> Any:
+        options |= {} if device is None else {"device": device}
+        if device is None or torch.device(device).type != "cuda":
+            return new(cls, *args, **options)
+        return torch.empty(*args, **options, dtype=torch.uint8).untyped_storage()
+
+    torch.UntypedStorage.resize_, torch.UntypedStorage.__new__ = resize_, on_card
     for name in ("numpy", "tolist", "__array__"):  # they read without an operator
         setattr(torch.Tensor, name, _reading(name, getattr(torch.Tensor, name)))
 

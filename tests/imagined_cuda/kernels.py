@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import layers
+
 HALF = (torch.float16, torch.bfloat16)
 _library: Any = None
 used: Counter[str] = Counter()  # how often each was called
@@ -28,6 +30,7 @@ def register() -> None:
         "_scaled_dot_product_flash_attention_backward": _heads_first_backward,
     }.items():
         _library.impl(name, function, "CUDA")
+    layers.register(_library)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:

@@ -31,9 +31,12 @@ def on_stream(stream: str, program: Callable[..., Any], *args: Any) -> Any:
         return on_host(program(*args))
 
 
-def values(ranks: int, stream: str, program: Callable[..., Any], *args: Any, join: bool = False) -> list[Any]:
-    """Of all ranks, which have no error and no fault. `join`: as `run` takes it; else isograd joins the world."""
-    results = run(on_stream, ranks, stream, program, *args, join=join, seconds=60, limit=180)
+def values(
+    ranks: int, stream: str, program: Callable[..., Any], *args: Any, join: bool = False, **options: Any
+) -> list[Any]:
+    """Of all ranks, which have no error and no fault. `join`, `options`: as `run` takes them; by default isograd joins
+    the world."""
+    results = run(on_stream, ranks, stream, program, *args, join=join, seconds=60, limit=180, **options)
     assert not any(result.error for result in results), "\n".join(result.error for result in results)
     faults = sorted({str(finding) for result in results for finding in result.faults})
     assert not faults, "\n".join(faults[:10])

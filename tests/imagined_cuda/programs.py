@@ -29,6 +29,7 @@ class Program:
     kind: str
     says: str
     lines: tuple[str, ...]
+    also: tuple[str, ...] = ()  # kinds that follow from it
     seconds: float = 60  # NCCL's timeout
     lag: Any = 100
 
@@ -104,7 +105,7 @@ def event_is_recorded_before_the_write(faulty: bool) -> None:
     side.synchronize()
 
 
-@program("event never recorded", "", ("side.wait_event(event)",))
+@program("event never recorded", "that nobody has recorded", ("side.wait_event(event)",), also=("race",))
 def event_is_waited_for_before_it_is_recorded(faulty: bool) -> None:
     side, x, event = torch.cuda.Stream(), ones(), torch.cuda.Event()
     if not faulty:
@@ -324,7 +325,37 @@ def sizes_differ_between_ranks(faulty: bool) -> None:
     dist.all_reduce(ones(1000 + faulty * rank()))
 
 
-@program("communicators in another order", "", ("works = [", "works = ["), ranks=2)
+@program("communicator", '"op": "scatter", "elements": 1000', ("dist.scatter(x", "dist.scatter(x"), ranks=2, seconds=20)
+def scatter_from_another_rank_on_one_rank(faulty: bool) -> None:
+    x, source = ones(), rank() if faulty else 0
+    dist.scatter(x, [ones(), ones()] if rank() == source else None, src=source)
+
+
+@program("communicator", '"elements": [1000, 3]', ("dist.all_gather(", "dist.all_gather("), ranks=2, seconds=20)
+def sizes_of_an_uneven_gather_are_known_to_one_rank_only(faulty: bool) -> None:
+    other = 3 if rank() or not faulty else 4
+    dist.all_gather([ones(1000), ones(other)], ones(3 if rank() else 1000))
+
+
+@program("race", "nccl:reduce_scatter reads", ("dist.reduce_scatter(", "x.zero_()"), ranks=2)
+def one_of_a_list_changes_while_it_is_reduced(faulty: bool) -> None:
+    x, total = ones(), ones()
+    work = dist.reduce_scatter(total, [ones(), x], async_op=True)
+    if not faulty:
+        work.wait()
+    x.zero_()
+    work.wait()
+
+
+@program(
+    "communicator", "Duplicate GPU detected: rank 0 and rank 1 both on CUDA device 0", ("dist.all_reduce(",), ranks=2
+)
+def two_ranks_use_one_card(faulty: bool) -> None:
+    torch.cuda.set_device(0 if faulty else rank())
+    dist.all_reduce(ones())
+
+
+@program("communicators in another order", "rank 0: all_reduce on", ("works = [", "works = ["), ranks=2)
 def two_communicators_in_another_order_on_one_rank(faulty: bool) -> None:
     one, other = dist.new_group([0, 1]), dist.new_group([0, 1])
     x, y = ones(), ones()
@@ -350,7 +381,7 @@ def pairs_of_ranks_in_a_circle_without_a_batch(faulty: bool) -> None:
     y.add_(1)
 
 
-@program("unbatched pair", "", ("works = [op(x, peer)]",), ranks=2)
+@program("unbatched pair", "outside batch_isend_irecv and without device_id", ("works = [op(x, peer)]",), ranks=2)
 def send_and_receive_without_a_batch(faulty: bool) -> None:
     x, op, peer = ones(), dist.irecv if rank() else dist.isend, 1 - rank()
     works = [op(x, peer)] if faulty else dist.batch_isend_irecv([dist.P2POp(op, x, peer)])

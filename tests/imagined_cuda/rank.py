@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import io
 import os
 import pickle
 import signal
@@ -18,12 +19,26 @@ from datetime import timedelta
 from typing import Any
 
 
+def pickled(value: Any) -> bytes:
+    """A value's pickle, in which tensors of cards lie in the host's memory: who reads it has no cards."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, one: Any) -> Any:
+            on_card = isinstance(one, torch.Tensor) and one.is_cuda
+            return one.detach().cpu().__reduce_ex__(2) if on_card else NotImplemented
+
+    into = io.BytesIO()
+    Pickler(into).dump(value)
+    return into.getvalue()
+
+
 def rank_main(job: Any, rank: int) -> None:
     """One rank of a job, in its process."""
     import torch
     import torch.distributed as dist
 
-    from . import device, nccl
+    from . import communicator, device, nccl
 
     stacks = open(job.folder / f"{rank}.stacks", "w")  # noqa: SIM115
     faulthandler.enable(file=stacks)
@@ -32,14 +47,19 @@ def rank_main(job: Any, rank: int) -> None:
     size |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": job.port}
     os.environ.update({name: str(value) for name, value in size.items()}, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)  # torch makes its pool anew after a fork, and two threads that ask first would both do it
-    torch.cuda.set_device(rank)
+    if job.one_card:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     if device.lib is not None:
+        device.lib.own_cards(1 if job.one_card else device.CARDS)
         device.lib.set_lag(job.lag[rank] if isinstance(job.lag, (list, tuple)) else job.lag)
         nccl.at_most(job.seconds)
+    torch.cuda.set_device(0 if job.one_card else rank)
     value, error = None, ""
     try:
         if job.ranks > 1 and job.join:
-            place: dict[str, Any] = {"device_id": torch.device("cuda", rank)} if job.device_id else {}
+            place: dict[str, Any] = (
+                {"device_id": torch.device("cuda", torch.cuda.current_device())} if job.device_id else {}
+            )
             store = dist.FileStore(str(job.folder / "store"), job.ranks)
             dist.init_process_group(
                 "nccl", store=store, rank=rank, world_size=job.ranks, timeout=timedelta(seconds=job.seconds), **place
@@ -48,13 +68,16 @@ def rank_main(job: Any, rank: int) -> None:
         value = getattr(importlib.import_module(module), name)(*job.args)
     except BaseException:
         error = traceback.format_exc()
-    result = {"rank": rank, "value": value, "error": error, "found": []}
+    result = {"rank": rank, "error": error, "found": []}
     if device.lib is not None:
-        result["calls"], found = nccl.at_the_end(bool(error))
+        result["calls"], found = communicator.at_the_end(bool(error))
         result |= {"found": device.lib.findings() + found, "launches": device.lib.launches()}
         result["memory"] = device.lib.memory()
     written = job.folder / f"{rank}.part"
-    written.write_bytes(pickle.dumps(result))
+    try:
+        written.write_bytes(pickled({**result, "value": value}))
+    except Exception:
+        written.write_bytes(pickled({**result, "error": f"{error}\nits value:\n{traceback.format_exc()}"}))
     written.rename(job.folder / f"{rank}.result")
 
 

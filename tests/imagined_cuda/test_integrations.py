@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from isograd.core.mesh import Mesh
+from isograd.hf.build import build
+from tests.hf import test_hugging as hugging
 from tests.integrations import test_accelerate as accelerate
 from tests.integrations import test_cut_sequences as cut
 from tests.integrations import test_deepspeed_loop as deepspeed
 from tests.integrations import test_trainer as trainer
 
+from . import run
 from .on_cards import some, values
 
 JOINED = True
@@ -145,3 +149,15 @@ def test_a_fit_of_lightning_is_validated_behind_its_end(tmp_path: Path) -> None:
 
     for held_out, expected, *_ in values(2, "own", lightning.behind_a_fit, str(tmp_path)):
         assert held_out == pytest.approx(expected, rel=1e-6)
+
+
+def keeps_the_cards_numbers() -> bool:
+    torch.cuda.manual_seed(5)
+    before = torch.cuda.get_rng_state()
+    build(hugging.config_of("llama"), Mesh.unbound("1"), torch.float32)
+    return torch.equal(before, torch.cuda.get_rng_state())
+
+
+def test_building_a_model_leaves_the_seed_of_a_card_alone() -> None:
+    (result,) = run(keeps_the_cards_numbers)
+    assert result.value is True, result.error

@@ -17,6 +17,7 @@ from isograd.comm import raw
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from tests.checkpoint import toys
+from tests.engine import test_corruption
 from tests.losses.contrastive import test_experts as contrastive_experts
 from tests.losses.contrastive import test_matrix as contrastive
 from tests.losses.contrastive.toys import assert_same
@@ -140,10 +141,22 @@ def test_a_checkpoint_holds_its_own_step_whatever_is_trained_beside_it(
         is_one_devices(run_, truth)
 
 
+def replayed() -> str:
+    """A checked step of a model that draws from its card's generator alone."""
+    engine = toys.engine_of("dp2", dtype=torch.float32)
+    engine.model.register_forward_pre_hook(lambda *_: [torch.rand(1, device="cuda")].clear())
+    return test_corruption.checked_step(engine, 0)
+
+
+def test_a_replay_refuses_a_model_that_draws_on_its_card() -> None:
+    for said in values(2, "default", replayed):
+        assert said.startswith("IG582") and "draws random numbers" in said, said
+
+
 @pytest.mark.slow
 def test_ranks_that_are_processes_of_their_own_load_their_cards(tmp_path: Path) -> None:
     """As on real cards (`in_own_processes`), where nobody forks a process that has used one."""
-    job = world.Job((__name__, "where_it_runs"), (), 2, tmp_path, 100, False, False, world._free_port(), 60, 180)
+    job = world.Job((__name__, "where_it_runs"), (), 2, tmp_path, 100, False, False, False, world._free_port(), 60, 180)
     world.in_own_processes(job)
     results = [world._result(tmp_path, rank) for rank in range(2)]
     assert [result.value for result in results] == [("cuda:0", 1.0), ("cuda:1", 1.0)], results

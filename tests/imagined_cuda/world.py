@@ -83,6 +83,7 @@ class Job:
     lag: int | Sequence[int]
     device_id: bool
     join: bool
+    one_card: bool
     port: int
     seconds: float
     limit: float
@@ -104,17 +105,18 @@ def _started() -> subprocess.Popen[bytes]:
 
 def run(
     function: Callable[..., Any], ranks: int = 1, *args: Any, lag: int | Sequence[int] = 100, device_id: bool = False,
-    join: bool = True, seconds: float = 60, limit: float = 120,
+    join: bool = True, one_card: bool = False, seconds: float = 60, limit: float = 120,
 ) -> list[Result]:  # fmt: skip
     """function(*args) on each rank: its result (values of the host) and what was found.
 
     `lag`: by how many launches the device is behind the host, on each rank or on all. `device_id`: whether
     init_process_group is given one. `join`: whether it is called at all; else variables like torchrun's are there, and
-    the program joins by itself. `seconds`: NCCL's timeout. `limit`: after which the ranks are ended.
+    the program joins by itself. `one_card`: whether each rank sees its own card only. `seconds`: NCCL's timeout.
+    `limit`: after which the ranks are ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         home = function.__module__, function.__qualname__
-        job = Job(home, args, ranks, Path(folder), lag, device_id, join, _free_port(), seconds, limit)
+        job = Job(home, args, ranks, Path(folder), lag, device_id, join, one_card, _free_port(), seconds, limit)
         (in_own_processes if are_real() else _forked)(job)
         results = [_result(Path(folder), rank) for rank in range(ranks)]
     for one, other in combinations(results, 2):

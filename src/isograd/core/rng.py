@@ -109,3 +109,21 @@ def dropout(x: Tensor, p: float, k: Key, rows: Tensor, first_col: int = 0) -> Te
     """x [T, h] with each element zeroed with probability p and the rest scaled; `rows`: global token ids [T]."""
     cols = torch.arange(first_col, first_col + x.shape[1], device=x.device)
     return torch.where(keep(p, k, rows, cols), x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """For models that draw from torch: the states of the CPU's generator, and of the device's if it has one."""
+    own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
+    return [torch.get_rng_state(), *own]
+
+
+def set_random_state(state: list[Tensor], device: torch.device) -> None:
+    """Restore what `random_state` returned."""
+    torch.set_rng_state(state[0])
+    for own in state[1:]:
+        torch.get_device_module(device).set_rng_state(own, device)
+
+
+def has_drawn(state: list[Tensor], device: torch.device) -> bool:
+    """Whether anyone has drawn from torch since `random_state` returned this."""
+    return not all(map(torch.equal, state, random_state(device)))

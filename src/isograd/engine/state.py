@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from isograd.comm.consensus import all_gather_object
 from isograd.core.contract_table import contracts
 from isograd.core.mesh import DATA, Mesh
+from isograd.core.rng import random_state
 from isograd.engine.elementwise import is_whole
 from isograd.engine.muon import members
 from isograd.engine.plan import Slot, slot_of
@@ -449,12 +450,9 @@ def _merged(stages: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def generators(mesh: Mesh) -> list[Part]:
     """The state of torch's default generators on this rank, copied."""
-    states = {"cpu": torch.get_rng_state()}
-    if mesh.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(mesh.device)
     return [
         Part(f"generator/{kind}/{mesh.rank:05d}", tuple(state.shape), ((0, len(state)),), state, (0, len(state)))
-        for kind, state in states.items()
+        for kind, state in zip(("cpu", "cuda"), random_state(mesh.device), strict=False)
     ]
 
 

@@ -45,7 +45,7 @@ class Random:
                     made = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype)
                     module._parameters[other] = nn.Parameter(made, requires_grad=False)
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(key.seed)
+                torch.default_generator.manual_seed(key.seed)
                 self._owner(home)._init_weights(module)
             found = module._parameters[leaf]
         finally:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
+from isograd.core import rng
 from isograd.core.contract_table import contracts
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
@@ -150,13 +151,13 @@ def _one_device(built: Callable[[Mesh], Any], mesh: Mesh, loss: str) -> dict[str
     batches = [_batch(rank, n, loss, mesh.device) for rank in range(mesh.size("dp")) for n in range(MICROS)]
     parts = [shard(batch, alone, loss) for batch in batches]
     total = sum(int(part.weight) for part in parts)
-    before = torch.random.get_rng_state()
+    before = rng.random_state(mesh.device)
     for part in parts:
         with ForceFP64():
             mean = model(**part.inputs).loss
         (mean * part.weight / total).backward()
     _refuse_other_mean(model, batches[0], parts[0], loss, mesh)
-    if not torch.equal(before, torch.random.get_rng_state()):
+    if rng.has_drawn(before, mesh.device):
         raise ModelError(
             "IG466",
             f"{type(model).__name__} draws random numbers in its forward: two runs of a step differ",

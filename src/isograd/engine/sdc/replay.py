@@ -26,6 +26,7 @@ from torch.utils import _pytree as tree
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
 from isograd.comm.fingerprint import fingerprint
+from isograd.core import rng
 from isograd.core.loss_terms import Terms
 from isograd.core.step_counters import StepCounters
 from isograd.engine.batches import call
@@ -80,8 +81,7 @@ class ReplayCheck:
         said = all_gather_object([self._group.ranks[behind], differ[:SHOWN]] if differ else None, self.mesh)
         if not any(said):
             return
-        mine = self._run(micro)
-        own = all_gather_object(not torch.equal(mine, first), self.mesh)
+        own = all_gather_object(not torch.equal(self._run(micro), first), self.mesh)
         raise self._error({(note[0], rank): note[1] for rank, note in enumerate(said) if note}, own)
 
     def _error(self, pairs: dict[tuple[int, int], list[str]], changed: list[bool]) -> EngineError:
@@ -105,12 +105,11 @@ class ReplayCheck:
     def _run(self, micro: Any) -> Tensor:
         """The fingerprints of a micro-batch's gradients, which the step does not gather."""
         engine, found = self.engine, dict[Slot, Tensor]()
-        before = torch.get_rng_state()
+        before = rng.random_state(self.mesh.device)
         with engine.untracked_forward():
             result = call(engine.model, micro)
-            if isinstance(result, Terms) or not torch.equal(before, torch.get_rng_state()):
-                torch.set_rng_state(before)
-                terms = isinstance(result, Terms)
+            if (terms := isinstance(result, Terms)) or rng.has_drawn(before, self.mesh.device):
+                rng.set_random_state(before, self.mesh.device)
                 raise _impossible("a loss of several terms" if terms else "the model draws random numbers from torch")
             engine.step_state.watcher = lambda slot, gradient: found.update({slot: fingerprint(gradient)})
             try:

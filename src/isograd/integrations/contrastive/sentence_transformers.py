@@ -31,11 +31,12 @@ from torch import Tensor, nn
 from isograd.comm import raw
 from isograd.comm.fingerprint import fingerprint
 from isograd.comm.group import Group
+from isograd.core.rng import random_state, set_random_state
 from isograd.engine import Engine
 from isograd.errors import ContrastiveError
 from isograd.integrations.contrastive.ranking import Scoring, option
 from isograd.integrations.contrastive.world import count_pairs, world_group
-from isograd.losses.contrastive.chunks import cut, one_kernel, random_state, rows_of, set_random_state, upcast
+from isograd.losses.contrastive.chunks import cut, one_kernel, rows_of, upcast
 from isograd.losses.contrastive.tiles import pair_losses
 
 

@@ -16,7 +16,6 @@ from isograd.engine.batches import call
 from isograd.errors import ContrastiveError
 
 Encode = Callable[..., Any]
-RandomState = tuple[Tensor, Tensor | None]
 
 _PARTS = {  # of the layouts whose tensors have no storage of their own
     torch.sparse_coo: ("_indices", "_values"),
@@ -120,19 +119,6 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
 
 def _ones(x: Any) -> Any:
     return x.new_ones((1, *x.shape[1:])) if isinstance(x, Tensor) and x.dim() else x
-
-
-def random_state(device: torch.device) -> RandomState:
-    """The states of the CPU's generator and of this rank's device's generator."""
-    other = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    return torch.get_rng_state(), other
-
-
-def set_random_state(state: RandomState, device: torch.device) -> None:
-    """Restore what `random_state` returned."""
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.get_device_module(device).set_rng_state(state[1], device)
 
 
 @contextmanager

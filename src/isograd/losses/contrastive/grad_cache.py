@@ -47,23 +47,12 @@ from isograd.comm.fingerprint import fingerprint
 from isograd.comm.group import even_sizes
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import DATA
+from isograd.core.rng import random_state, set_random_state
 from isograd.core.step_counters import StepCounters
 from isograd.engine import Engine
 from isograd.engine.step import StepState
 from isograd.errors import ContrastiveError
-from isograd.losses.contrastive.chunks import (
-    Budget,
-    Encode,
-    RandomState,
-    cut,
-    encode_chunk,
-    one_kernel,
-    place_rows,
-    random_state,
-    rows_of,
-    set_random_state,
-    upcast,
-)
+from isograd.losses.contrastive.chunks import Budget, Encode, cut, encode_chunk, one_kernel, place_rows, rows_of, upcast
 from isograd.losses.contrastive.first_pass import join_first_pass
 from isograd.losses.contrastive.losses import NegativesScope, PairLoss
 from isograd.nn import MoE
@@ -94,7 +83,7 @@ class _Tower:
     chunks: int
     last: int  # the number of the last chunk with rows
     keeps_last: bool  # that chunk keeps its graph, whatever the budget
-    states: list[RandomState] = field(default_factory=list)  # of each chunk, as the one below
+    states: list[list[Tensor]] = field(default_factory=list)  # of each chunk, as the one below
     prints: list[int] = field(default_factory=list)
     kept: dict[int, Tensor] = field(default_factory=dict)  # vectors of chunks, with their graphs
 

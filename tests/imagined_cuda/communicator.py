@@ -1,0 +1,271 @@
+"""An imagined NCCL's communicators: a queue with a stream of its own, whose bytes travel by gloo.
+
+An entry first makes that stream wait for the caller's current stream, and `work.wait()` makes the caller's current
+stream wait for it, never the host. (A collective that is not asynchronous runs on the current stream, as in
+ProcessGroupNCCL.) A thread per communicator exchanges what was enqueued, in order; each exchange begins with what the
+ranks have called, and a difference is an error with a name. Results are put into the outputs when somebody waits; until
+then these hold NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import device
+
+HEADER = 2048  # bytes in which a rank says what it calls
+
+
+Call = tuple[str, tuple[int, ...], str, str]  # communicator, ranks, operation, place
+
+
+class CommunicatorError(dist.DistBackendError):
+    """Ranks called different things, one of them did not come, or the communicator was aborted."""
+
+
+class World:
+    """What this process has done with communicators."""
+
+    card: torch.device | None = None  # the device_id that init_process_group was given
+    longest = timedelta.max  # of any group's timeout
+    communicators: list[Communicator] = []  # noqa: RUF012
+    calls: list[Call] = []  # noqa: RUF012
+
+
+class Job:
+    """One entry of a communicator's queue."""
+
+    def __init__(
+        self, what: dict[str, Any], exchange: Callable[[Job], Any], deliver: Callable[[Any], None], site: str
+    ) -> None:
+        self.what, self.exchange, self.deliver, self.site = what, exchange, deliver, site
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.delivered = self.waited = False
+
+
+class Communicator:
+    """Some ranks, a stream and a queue."""
+
+    def __init__(
+        self, name: str, ranks: Sequence[int], index: int, store: Any, timeout: timedelta, card: torch.device
+    ) -> None:
+        """`ranks`: global. The host waits here until all of them have come, each with a card of its own."""
+        self.name, self.ranks, self.index, self.timeout = name, tuple(ranks), index, timeout
+        try:
+            self.gloo = dist.ProcessGroupGloo(store, index, len(ranks), timeout=timeout)
+        except RuntimeError as error:
+            self.fail(f"not all of ranks {list(ranks)} came to make it within {timeout.total_seconds():g} s", error)
+        cards = self.said(device.card_name(card))
+        for number, name_ in enumerate(cards):
+            if name_ in cards[:number]:
+                both = f"rank {ranks[cards.index(name_)]} and rank {ranks[number]} both on CUDA device {name_}"
+                self.fail(f"Duplicate GPU detected: {both}")
+        self.stream = torch.cuda.Stream(card)
+        self.jobs: list[Job] = []  # in order; the delivered ones are gone
+        self.count, self.aborted, self._lock = 0, False, threading.Lock()
+        self._queue: queue.Queue[Job] = queue.Queue()
+        threading.Thread(target=self._work, daemon=True).start()
+        World.communicators.append(self)
+
+    def fail(self, why: str, cause: BaseException | None = None) -> Any:
+        text = f"communicator {self.name!r} of ranks {list(self.ranks)}: {why}"
+        device.lib.find("communicator", text)
+        raise CommunicatorError(text) from cause
+
+    def _work(self) -> None:
+        broken: BaseException | None = None
+        while True:
+            job = self._queue.get()
+            if broken is None:
+                try:
+                    job.result = job.exchange(job)
+                except BaseException as error:
+                    broken = error
+            job.error = broken
+            job.done.set()
+            del job  # whose results are tensors of the program
+
+    def enqueue(
+        self, what: dict[str, Any], reads: Sequence[Tensor], writes: Sequence[Tensor],
+        exchange: Callable[[list[Tensor]], Callable[[Job], Any]], deliver: Callable[[Any], None], asynchronous: bool,
+    ) -> Work:  # fmt: skip
+        """`exchange`: of copies of `reads`, a function for the thread. `deliver`: its result, into `writes`."""
+        for t in (*reads, *writes):
+            if not t.is_cuda:
+                raise RuntimeError(f"No backend type associated with device type {t.device.type}")
+            if not t.is_contiguous():
+                raise ValueError("Tensors must be contiguous")
+        if self.aborted:
+            self.fail("it was aborted")
+        self.count += "with" not in what  # of collectives: a rank without messages takes no part in a batch of them
+        what = {"number": self.count, **what}
+        site = device.lib.site()
+        World.calls.append((self.name, what.pop("with", self.ranks), what["op"], site))
+        stream = torch.cuda.current_stream(self.stream.device)
+        if asynchronous:
+            self.stream.wait_stream(stream)
+            stream = self.stream
+        copies = [device.lib.host_alias(t).clone() for t in reads]
+        with torch.cuda.stream(stream):
+            device.lib.launch(f"nccl:{what['op']}", list(reads), list(writes), stream.device_index)
+        event = stream.record_event()
+        for t in writes:
+            _bytes(device.lib.host_alias(t)).fill_(255)
+        job = Job(what, exchange(copies), deliver, site)
+        self.jobs.append(job)
+        self._queue.put(job)
+        return Work(self, job, event, (reads, writes))
+
+    def finish(self, job: Job) -> None:
+        """The host's memory holds the results of all jobs up to this one. (A GPU's host would not wait here.)"""
+        if not job.done.wait(self.timeout.total_seconds() + 5):  # the thread does them in order
+            self.fail(f"{job.what} of {job.site} did not end")
+        if isinstance(job.error, CommunicatorError):
+            device.lib.find("communicator", str(job.error))
+            raise job.error
+        if job.error is not None:
+            late = f"did not end within {self.timeout.total_seconds():g} s, or a rank has gone"
+            self.fail(f"{job.what} of {job.site} {late}", job.error)
+        with self._lock:
+            while not job.delivered:
+                first = self.jobs.pop(0)
+                first.deliver(first.result)
+                first.delivered = True
+
+    def said(self, text: str) -> list[str]:
+        """What each rank says."""
+        gathered = [torch.zeros(HEADER, dtype=torch.uint8) for _ in self.ranks]
+        self.gloo.allgather([gathered], [_encoded(text)]).wait()
+        return [_decoded(one) for one in gathered]
+
+    def same(self, job: Job) -> None:
+        """In the thread: all ranks have called the same."""
+        text = json.dumps([job.what, job.site])
+        for rank, other in zip(self.ranks, self.said(text), strict=True):
+            if json.loads(other)[0] != job.what:
+                both = sorted([(self.ranks[self.index], text), (rank, other)])
+                calls = ", ".join(f"rank {who} calls {said}" for who, said in both)
+                raise CommunicatorError(
+                    f"communicator {self.name!r} of ranks {list(self.ranks)}: not the same order on all ranks: {calls}"
+                )
+
+    def gather(self, job: Job, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """In the thread: every rank's row of elements, after a check of what they call."""
+        self.same(job)
+        into = [mine.new_empty(size) for size in sizes]
+        if len(set(sizes)) == 1 and mine.numel():
+            self.gloo.allgather([[_bytes(row) for row in into]], [_bytes(mine)]).wait()
+            return into
+        into[self.index] = mine
+        for root, row in enumerate(into):
+            if row.numel():
+                self.gloo.broadcast(_bytes(row), root).wait()
+        return into
+
+    def messages(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Tensor]:
+        """In the thread: a group of messages to and from members by index. They match by order alone."""
+        # gloo waits for a message of the expected size: the sizes travel first.
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in receives]
+        works = [self.gloo.recv([size], peer, 0) for (peer, _), size in zip(receives, sizes, strict=True)]
+        works += [self.gloo.send([torch.tensor([t.nbytes])], peer, 0) for peer, t in sends]
+        for work in works:
+            work.wait()
+        for (peer, t), size in zip(receives, sizes, strict=True):
+            if int(size) != t.nbytes:
+                raise CommunicatorError(
+                    f"communicator {self.name!r}: rank {self.ranks[self.index]} receives {t.nbytes} bytes, and rank "
+                    f"{self.ranks[peer]} sends {int(size)}"
+                )
+        arrived = [torch.empty_like(t) for _, t in receives]
+        works = [self.gloo.recv([_bytes(t)], peer, 1) for (peer, _), t in zip(receives, arrived, strict=True)]
+        works += [self.gloo.send([_bytes(t)], peer, 1) for peer, t in sends]
+        for work in works:
+            work.wait()
+        return arrived
+
+    def abort(self) -> None:
+        """End what is enqueued, here and on the other ranks."""
+        self.aborted = True
+        self.gloo.abort()
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.reshape(-1).view(torch.uint8)
+
+
+def _encoded(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode().ljust(HEADER)), dtype=torch.uint8)
+
+
+def _decoded(header: Tensor) -> str:
+    return bytes(header.tolist()).decode().strip()
+
+
+class Work(dist._Work):
+    """An entry of a queue, as ProcessGroupNCCL's Work."""
+
+    def __init__(self, communicator: Communicator, job: Job, event: Any, keep: Any) -> None:
+        super().__init__()
+        self._communicator, self._job, self._event, self._keep = communicator, job, event, keep
+        self._outs = list(keep[1])
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._communicator.finish(self._job)
+        self._job.waited = True
+        torch.cuda.current_stream(self._communicator.stream.device).wait_event(self._event)
+        self._keep = None
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        if not (self._event.query() and self._job.done.is_set()):
+            return False
+        self._communicator.finish(self._job)
+        self._job.waited = True
+        return True
+
+    def is_success(self) -> bool:
+        return self._job.done.is_set() and self._job.error is None
+
+    def exception(self) -> BaseException | None:
+        return self._job.error
+
+    def get_future(self) -> Any:
+        """Whose `wait` makes the caller's stream wait. (DDP's reducer asks for it at once, and waits at the end.)"""
+        self._communicator.finish(self._job)
+        self._job.waited = True
+        future: Any = torch.futures.Future(devices=[self._communicator.stream.device])
+        with torch.cuda.stream(self._communicator.stream):
+            future.set_result(self._outs)
+        return future
+
+
+def finish_all() -> None:
+    """As after torch.cuda.synchronize: all that was enqueued has its results."""
+    for communicator in World.communicators:
+        if communicator.jobs and not communicator.aborted:
+            communicator.finish(communicator.jobs[-1])
+
+
+def at_the_end(failed: bool) -> tuple[list[Call], list[tuple[str, str, str, str, int]]]:
+    """Let the other ranks end what they do with this one. This rank's calls in order; findings of works left alone."""
+    found = []
+    for communicator in World.communicators:
+        for job in list(communicator.jobs):
+            job.done.wait(0.5 if failed else communicator.timeout.total_seconds())
+            if not failed and not job.waited:
+                text = f"{job.what['op']} of communicator {communicator.name!r}"
+                found.append(("never waited for", text, job.site, job.site, 1))
+    return World.calls, found
