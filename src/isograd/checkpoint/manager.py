@@ -87,7 +87,7 @@ class CheckpointManager:
         self._buffers: dict[str, Tensor] = {}
         self._writing: Writing | None = None
         self._lock: folders.Lock | None = None
-        state.meet_to_save(engine)
+        state.meet_to_save(engine, opens=True)
         self._job = str(all_gather_object(folders.job_name(), self.mesh)[0])
         self._takes = 0  # of this job: saves, and what is written again
         all_or_none(self._take_folder, f"opening the folder {folder}", self.mesh)

@@ -103,7 +103,7 @@ class DataParallel(nn.Module):
         self.mesh = mesh = Mesh(f"dp{raw.world()[1]}")
         validation.refuse_options({k: v for k, v in options.items() if k not in HARMLESS}, ONLY, mesh)
         validation.refuse_wrapped(module, mesh)
-        validation.detach_previous_engine(module)
+        torn = validation.detach_previous_engine(module)
         self.module, self.broadcast_buffers = module, broadcast_buffers
         table = contracts(module, mesh)
         validation.refuse_cut(table, mesh)
@@ -127,7 +127,10 @@ class DataParallel(nn.Module):
         self._backward = _Backward()  # the running one
         self._steps = _Steps()
         for slot in self._plan.slots:
-            validation.replace_hook(slot.parameter, partial(self._arrived, slot), self._entering)
+            arrived = partial(self._arrived, slot)
+            validation.replace_hook(slot.parameter, self._step_state, arrived, self._entering)
+        if torn:
+            self._step_state.mark_inconsistent(next(iter(torn.values())))
         self.register_load_state_dict_pre_hook(_rename)  # type: ignore[no-untyped-call]
 
     # -- what users call
@@ -197,7 +200,7 @@ class DataParallel(nn.Module):
     def discard(self) -> None:
         """Drop what all backwards since the last `zero_grad` have gathered; every rank calls it. `.grad` is None."""
         self._backward = _Backward()
-        if not self._step_state.already_discarded:
+        if not self._step_state.skips_discard():
             self._gather_step_status(Status.DISCARDS)
             self._step_state.mark_discarded()
 
@@ -205,7 +208,7 @@ class DataParallel(nn.Module):
         """Called before an optimizer of this model steps, as the Accelerator does. Until it `has_stepped`, backwards
         that reduce are refused on all ranks (IG559): a step that raises may have changed half of this rank's copy."""
         self._steps = replace(self._steps, open=self._steps.open + 1)  # a `step` may call that of its class
-        self._step_state.mark_inconsistent(STEPS)
+        self._step_state.mark_inconsistent(STEPS, written=False)
 
     def has_stepped(self) -> None:
         """Called behind it. Ranks whose optimizers have not stepped equally often are refused, too: one of them has

@@ -75,6 +75,7 @@ class Engine:
         matrices: Sequence[str] = (),
         accumulate: Literal["local", "sharded"] = "local",
         elementwise: bool = False,
+        accept_weights: bool = False,
     ) -> None:
         """`optimizer` makes a torch optimizer from the row shards it is given.
 
@@ -91,15 +92,18 @@ class Engine:
             reduced once, as in no_sync. "sharded": each reduced into its owners' rows, and freed.
         elementwise: True says of an optimizer that is not torch's that it steps each element by itself (of `matrices`:
             each matrix), so that ranks may step parts of a parameter.
+        accept_weights: True takes the first data rank's weights as they are, though the optimizer of an earlier Engine
+            raised in the middle of a step. Left out, steps are refused (IG559) until a checkpoint is loaded.
         """
         validation.refuse_wrapped(model, mesh)
-        validation.detach_previous_engine(model)
+        torn = validation.detach_previous_engine(model)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
         self.pipeline = validation.pipeline_of(model, mesh, reproducible)
         self.table = contracts(model, mesh)
         widest = validation.most_trained(self.table, mesh)
         options = {"clip": clip, "reproducible": reproducible, "overlap": overlap, "bucket_mb": bucket_mb}
-        validation.check_supported_parameters(model, self.table, mesh, options | {"loss_scale": loss_scale})
+        options |= {"loss_scale": loss_scale, "accept_weights": accept_weights}
+        validation.check_supported_parameters(model, self.table, mesh, options)
         stage = mesh.layout.zero
         parts = (repeated_blocks(model) if blocks is None else list(blocks)) if stage == 3 else []
         owners = muon.owners(self.table, mesh, matrices)
@@ -131,6 +135,9 @@ class Engine:
         cut = muon.TensorParallelMuon(self.plan.slots, mesh, owners, stage)
         self._sharded_optimizer = ShardedOptimizer(self.plan, stage, optimizer, self._units, offload, cut, elementwise)
         self.step_state.withhold_masters(self._sharded_optimizer.masters)
+        kept = [torn[id(r.parameter)] for r in self.table if id(r.parameter) in torn and not first.reads(r.name)]
+        if kept and not accept_weights:
+            self.step_state.mark_inconsistent(kept[0])
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local, self._sync = overlap, accumulate == "local", True
         self.nonfinite: NonFiniteReport | None = None  # of the last step, when it was skipped
@@ -140,7 +147,7 @@ class Engine:
         self._counts_ahead = self._tallies.needs_prepass()
         self._watch = validation.Watch(model, self.plan, moving=stage == 3)
         for slot in self.plan.slots:
-            validation.replace_hook(slot.parameter, partial(self.step_state.arrived, slot))
+            validation.replace_hook(slot.parameter, self.step_state, partial(self.step_state.arrived, slot))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -225,7 +232,7 @@ class Engine:
         Every rank calls it. A rank that calls `step` or `grads` instead raises IG558, and its step is dropped, too.
         While an exception is handled whose step is dropped already, `discard` returns at once.
         """
-        if not self.step_state.already_discarded:
+        if not self.step_state.skips_discard():
             self._gather_step_status(Status.DISCARDS)
             self.step_state.mark_discarded()
 
@@ -253,6 +260,7 @@ class Engine:
         if isinstance(error, Exception) and not self.mesh.layers_wait:
             self.step_state.fail(error)
             self.discard()
+            self.step_state.mark_discarded(error)
         elif not isinstance(error, IsogradError):
             self.step_state.fail(error)
 

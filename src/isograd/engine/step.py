@@ -109,9 +109,13 @@ class StepState:
         self.state = State.OPEN
         self.failure: str | None = None  # why the state is FAILED
         self.optimizer_inconsistent: str | None = None  # why no step can be right until a checkpoint is loaded
+        self.made_at = _user_line()
+        self.taken_over_at: str | None = None  # where an Engine was made that holds these parameters now
         self.loss_sums = LossSums()
         self.term_weights = TermWeights(mesh)  # of the terms of a step that has several
         self.ended = 0  # steps that were taken or dropped
+        self._refused: int | None = None  # the value of `ended` behind a refusal that no `discard` has followed
+        self._versions: dict[int, int] = {}  # of parameters (ids), as an optimizer has left them
         self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
         self.final_shards: dict[Slot, Tensor] = {}  # my rows, every sum complete
         self.full: dict[Slot, Tensor] = {}  # memory of a whole gradient
@@ -151,9 +155,18 @@ class StepState:
                     raise
             raise
 
-    def mark_inconsistent(self, why: str) -> None:
-        """Copies of parameters may differ: no step is right until a checkpoint is loaded."""
-        self.optimizer_inconsistent = self.optimizer_inconsistent or why
+    def mark_inconsistent(self, why: str, *, written: bool = True) -> None:
+        """Copies of parameters may differ: no step is right until a checkpoint is loaded. `written`: all that an
+        optimizer writes of this step is in them."""
+        if self.optimizer_inconsistent is None:
+            self.optimizer_inconsistent = why
+            parameters = [slot.parameter for slot in self.plan.slots if written]
+            self._versions = {id(parameter): parameter._version for parameter in parameters}
+
+    def torn(self, parameter: Tensor) -> str | None:
+        """Why this parameter may have half a step, if it does and nothing has been written into it since then."""
+        same = self._versions.get(id(parameter), parameter._version) == parameter._version
+        return self.optimizer_inconsistent if same else None
 
     def mark_consistent(self) -> None:
         """They are equal again, on all ranks."""
@@ -294,6 +307,15 @@ class StepState:
 
     def must_be(self, *states: State) -> None:
         """Refuse what the state of the step does not allow."""
+        if self.taken_over_at is not None:
+            raise EngineError(
+                "IG510",
+                f"this Engine has no model any more: the Engine made at {self.taken_over_at} has taken it over",
+                seen=f"a call of the Engine made at {self.made_at}",
+                expected="one Engine for a model; a new one takes it over",
+                fix="use the new Engine, or make it of another model",
+                where=self.mesh.describe_rank(),
+            )
         if self.state in states:
             return
         if self.state is State.FAILED:
@@ -328,7 +350,7 @@ class StepState:
         """Called when a gradient has been accumulated into `slot.parameter.grad`."""
         gradient, slot.parameter.grad = slot.parameter.grad, None
         if self._run is None:
-            raise EngineError("IG510", where=self.mesh.describe_rank(), name=slot.name)
+            raise EngineError("IG510", where=self.mesh.describe_rank(), name=slot.name, made_at=self.made_at)
         if gradient is not None:
             self._taken_in(slot, gradient)
         if self._run.reduces and self._outgoing.when is ReduceWhen.GRAD_READY:
@@ -481,9 +503,17 @@ class StepState:
         others `step`, which was refused. Where all call `discard` in the handler of their exception, a second gather
         would drop the next step of the first one. So the exception (left out: the one that is handled) carries the
         number of the step that was dropped with it. Numbers only: it must not hold a model, and may be pickled."""
+        self._refused = None if error is None else self.ended
         error = error or sys.exception()
         with suppress(AttributeError):  # no exception, or one of a class with __slots__
             setattr(error, _DISCARDED, (id(self), self.ended))
+
+    def skips_discard(self) -> bool:
+        """Asked by `discard`: whether all ranks have dropped that step. Behind the `except` no exception tells: there,
+        the first call after a refusal is that refusal's."""
+        refused, self._refused = self._refused, None
+        behind = sys.exception() is None and refused == self.ended and self.empty
+        return behind or self.already_discarded
 
     @property
     def already_discarded(self) -> bool:
@@ -494,3 +524,11 @@ class StepState:
             found = getattr(error, _DISCARDED, None) == (id(self), self.ended)
             error = error.__context__
         return found and self.empty
+
+
+def _user_line() -> str:
+    """'train.py:33': the nearest line that is neither isograd's nor torch's."""
+    frame, ours = sys._getframe(1), ("isograd", "torch.", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -42,6 +42,7 @@ class Status(IntEnum):
     INCONSISTENT = 4  # the optimizer raised in an earlier step: no step is right until a checkpoint is loaded
     SAVES = 5  # between two steps: a checkpoint is saved
     EVALUATES = 6  # not at its end: an evaluation ends
+    OPENS = 7  # a folder of checkpoints, perhaps to load one
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,9 @@ class Late:
     complete: Callable[[Tensor], StepStatus]  # the whole table, of all ranks' rows of it in host memory
 
 
-TOGETHER = {Status.SAVES: "save a checkpoint", Status.EVALUATES: "evaluate"}  # all ranks, or none
+TOGETHER = {  # all ranks, or none
+    Status.SAVES: "save a checkpoint", Status.EVALUATES: "evaluate", Status.OPENS: "open a folder of checkpoints",
+}  # fmt: skip
 LAYER_S = 5.0  # seconds after which a rank that gives up a step closes its connections, where layers wait for it
 SAME_LOSS = 1e-3  # relative: ranks of a tp group compute one loss from the same numbers; devices of two kinds may round
 BITS = 48
@@ -109,7 +112,7 @@ def gather_step_status(
     has failed in. may_be_late: the caller completes and decides a table that has a part on cards.
     """
     problem = step_state.optimizer_inconsistent or (step_state.failure if wrong is None else str(wrong).splitlines()[0])
-    if step_state.optimizer_inconsistent and status is not Status.DISCARDS:
+    if step_state.optimizer_inconsistent and status not in (Status.DISCARDS, Status.OPENS):
         status = Status.INCONSISTENT
     elif problem is not None and status not in (Status.DISCARDS, *TOGETHER):
         status = Status.FAILED
@@ -239,7 +242,8 @@ def _inconsistent(step_state: StepState, why: Mapping[int, str]) -> EngineError:
         "an optimizer raised",
         seen="; ".join(f"rank {rank}: {said}" for rank, said in why.items()),
         expected="optimizers that step on every rank, or on none: parameters may have changed in part",
-        fix="load parameters and optimizer on all ranks, by CheckpointManager.load or load_state; or end",
+        fix="load parameters and optimizer on all ranks, by CheckpointManager.load or load_state; weights alone, before "
+        "the next Engine of the model is made; or make that with accept_weights=True, which takes them as they are",
         where=step_state.mesh.describe_rank(),
     )
 

@@ -110,15 +110,22 @@ def most_trained(table: ContractTable, mesh: Mesh) -> int:
     return max(counts)
 
 
-def detach_previous_engine(model: nn.Module) -> None:
+def detach_previous_engine(model: nn.Module) -> dict[int, str]:
     """A step that the holder before has left in the middle is dropped: what it shows in `.grad` is a stand-in, or one
-    rank's own sum. An engine of stage 3 keeps shards only: the next one of the model starts from whole parameters."""
+    rank's own sum. An engine of stage 3 keeps shards only: the next one of the model starts from whole parameters.
+
+    Returns the parameters (ids) in which its optimizer has left half a step, and why."""
+    torn = {}
     for parameter in model.parameters():
         if isinstance(parameter.grad, GradPlaceholder) or getattr(parameter.grad, OWN_SUM, False):
             parameter.grad = None
+        holder = getattr(getattr(parameter, "_isograd_hooks", None), "holder", None)
+        if holder is not None and (why := holder.torn(parameter)) is not None:
+            torn[id(parameter)] = f"{why} (in a step of the Engine made at {holder.made_at})"
     before = owner_of(model)
     if before is not None:
         before.dissolve()
+    return torn
 
 
 def check_offload(offload: bool, mesh: Mesh) -> None:
@@ -294,17 +301,22 @@ def is_watched(parameter: nn.Parameter) -> bool:
 
 def replace_hook(
     parameter: nn.Parameter,
+    holder: Any,
     arrived: Callable[[Tensor], None],
     entering: Callable[[Tensor], Tensor | None] | None = None,
 ) -> None:
-    """One engine holds a parameter: a new one takes it over from the one before. `entering` is called with a gradient
-    before it is added to `.grad`, `arrived` after that."""
-    for handle in getattr(parameter, "_isograd_hooks", ()):
+    """One engine holds a parameter: a new one, whose step state is `holder`, takes it over from the one before.
+    `entering` is called with a gradient before it is added to `.grad`, `arrived` after that."""
+    before = getattr(parameter, "_isograd_hooks", Handles())
+    for handle in before:
         handle.remove()
+    if before.holder is not None:
+        before.holder.taken_over_at = holder.made_at
     setattr(arrived, _OURS, True)
     handles = [parameter.register_post_accumulate_grad_hook(arrived)]
     handles += [parameter.register_hook(entering)] if entering is not None else []
     parameter._isograd_hooks = Handles(handles)  # type: ignore[attr-defined]
+    parameter._isograd_hooks.holder = holder  # type: ignore[attr-defined]
 
 
 def refuse_options(given: Mapping[str, object], only: Mapping[str, object], mesh: Mesh) -> None:

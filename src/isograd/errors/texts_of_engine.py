@@ -63,7 +63,7 @@ IG507: parameter {name!r} already carries a gradient
   expected: gradients that the engine has weighed itself
   fix:      call model.zero_grad() before making the Engine
 IG510: a gradient of {name!r} arrived outside engine.backward, and was left out
-  seen:     loss.backward() or torch.autograd.backward on parameters that an Engine holds
+  seen:     loss.backward() or torch.autograd.backward on parameters that the Engine made at {made_at} holds
   expected: engine.backward(loss, weight=...), which knows the weight of the loss
   fix:      requires_grad_(False) on this model while another engine's loss passes through it
 IG511: step() was called inside no_sync()

@@ -50,7 +50,9 @@ class Nothing:
 
 
 class Handles(list[Any]):
-    """Of the hooks of a parameter. A saved copy of it has none."""
+    """Of the hooks of a parameter, and the step state of their engine. A saved copy of it has none."""
+
+    holder: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, ()
