@@ -94,7 +94,9 @@ def behind(layout: str, way: str, handler: str) -> tuple[list[int], list[str], f
     return taken, said, float((found - exact(mesh.size("world"), taken)).abs().max())
 
 
-PLACES = [(way, where) for way in ("backward", "train_step", "after", "loader") for where in ("inside", "behind", "both")]
+PLACES = [
+    (way, where) for way in ("backward", "train_step", "after", "loader") for where in ("inside", "behind", "both")
+]
 
 
 @pytest.mark.parametrize(("way", "handler"), [*PLACES, ("train_step", "nowhere")])

@@ -127,16 +127,12 @@ def test_weights_that_were_loaded_or_accepted_are_trained(layout: str, way: str,
 
 def accepted_by_one() -> str:
     model, mesh, _ = torn("dp2")
-    try:
-        made(model, mesh, accept_weights=mesh.rank == 0)
-    except ig.IsogradError as error:
-        return str(error)
-    return ""
+    return stepped(made(model, mesh, accept_weights=mesh.rank == 0), model)
 
 
 def test_weights_are_accepted_by_all_ranks_or_by_none() -> None:
     for text in threads.run(accepted_by_one, 2, timeout=30):
-        assert text.startswith("IG522") and "accept_weights is False or True" in text
+        assert text.startswith("IG559") and "rank 1: MemoryError: half way" in text and "rank 0: " not in text
 
 
 def data_parallel() -> str:
@@ -200,7 +196,8 @@ def taken_over(layout: str, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("layout", "kind"), [
-    ("dp1", "Engine"), ("dp2 zero1", "Engine"), ("dp2 zero3", "Engine"), ("dp1", "DataParallel"), ("dp2", "DataParallel"),
+    ("dp1", "Engine"), ("dp2 zero1", "Engine"), ("dp2 zero3", "Engine"), ("dp1", "DataParallel"),
+    ("dp2", "DataParallel"),
 ])  # fmt: skip
 def test_an_engine_whose_model_was_taken_over_says_so_with_the_line(layout: str, kind: str) -> None:
     """It said that the gradient arrived outside engine.backward, which it had been given to."""
@@ -208,5 +205,5 @@ def test_an_engine_whose_model_was_taken_over_says_so_with_the_line(layout: str,
     for *said, last in threads.run(taken_over, 2 if "2" in layout else 1, layout, kind, timeout=30):
         assert len(said) == 2 and last == "stepped"
         for text in said:
-            assert text.startswith("IG510") and f"{Path(__file__).name}:{line}" in text, text
+            assert text.startswith(("IG510", "IG578")) and f"{Path(__file__).name}:{line}" in text, text
         assert "taken" in said[-1]

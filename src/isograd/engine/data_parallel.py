@@ -44,7 +44,8 @@ from isograd.core.mesh import Mesh
 from isograd.core.step_counters import StepCounters
 from isograd.engine import step_status, validation
 from isograd.engine.plan import Slot, make_plan
-from isograd.engine.step import ReduceWhen, StepState
+from isograd.engine.reducer import ReduceWhen
+from isograd.engine.step import StepState
 from isograd.engine.step_status import Status
 from isograd.engine.window import Window
 from isograd.engine.zero import gather_gradients
@@ -103,7 +104,7 @@ class DataParallel(nn.Module):
         self.mesh = mesh = Mesh(f"dp{raw.world()[1]}")
         validation.refuse_options({k: v for k, v in options.items() if k not in HARMLESS}, ONLY, mesh)
         validation.refuse_wrapped(module, mesh)
-        torn = validation.detach_previous_engine(module)
+        validation.detach_previous_engine(module)
         self.module, self.broadcast_buffers = module, broadcast_buffers
         table = contracts(module, mesh)
         validation.refuse_cut(table, mesh)
@@ -129,8 +130,6 @@ class DataParallel(nn.Module):
         for slot in self._plan.slots:
             arrived = partial(self._arrived, slot)
             validation.replace_hook(slot.parameter, self._step_state, arrived, self._entering)
-        if torn:
-            self._step_state.mark_inconsistent(next(iter(torn.values())))
         self.register_load_state_dict_pre_hook(_rename)  # type: ignore[no-untyped-call]
 
     # -- what users call
@@ -208,7 +207,7 @@ class DataParallel(nn.Module):
         """Called before an optimizer of this model steps, as the Accelerator does. Until it `has_stepped`, backwards
         that reduce are refused on all ranks (IG559): a step that raises may have changed half of this rank's copy."""
         self._steps = replace(self._steps, open=self._steps.open + 1)  # a `step` may call that of its class
-        self._step_state.mark_inconsistent(STEPS, written=False)
+        self._step_state.mark_inconsistent(STEPS)
 
     def has_stepped(self) -> None:
         """Called behind it. Ranks whose optimizers have not stepped equally often are refused, too: one of them has

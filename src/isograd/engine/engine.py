@@ -41,8 +41,9 @@ from isograd.engine.gradients import Gradients
 from isograd.engine.nonfinite import NonFiniteReport, find_nonfinite
 from isograd.engine.plan import make_plan, slot_of
 from isograd.engine.precision import LossScale
+from isograd.engine.reducer import ReduceWhen
 from isograd.engine.stats import Stats
-from isograd.engine.step import ReduceWhen, State, StepState
+from isograd.engine.step import State, StepState
 from isograd.engine.step_status import Status, StepStatus, StepTotals
 from isograd.engine.term_weights import on_host
 from isograd.engine.tree import tree_sum
@@ -92,18 +93,16 @@ class Engine:
             reduced once, as in no_sync. "sharded": each reduced into its owners' rows, and freed.
         elementwise: True says of an optimizer that is not torch's that it steps each element by itself (of `matrices`:
             each matrix), so that ranks may step parts of a parameter.
-        accept_weights: True takes the first data rank's weights as they are, though the optimizer of an earlier Engine
-            raised in the middle of a step. Left out, steps are refused (IG559) until a checkpoint is loaded.
+        accept_weights: train weights in which an earlier Engine's optimizer has left half a step (IG559), as they are.
         """
         validation.refuse_wrapped(model, mesh)
-        torn = validation.detach_previous_engine(model)
+        validation.detach_previous_engine(model)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
         self.pipeline = validation.pipeline_of(model, mesh, reproducible)
         self.table = contracts(model, mesh)
         widest = validation.most_trained(self.table, mesh)
         options = {"clip": clip, "reproducible": reproducible, "overlap": overlap, "bucket_mb": bucket_mb}
-        options |= {"loss_scale": loss_scale, "accept_weights": accept_weights}
-        validation.check_supported_parameters(model, self.table, mesh, options)
+        validation.check_supported_parameters(model, self.table, mesh, options | {"loss_scale": loss_scale})
         stage = mesh.layout.zero
         parts = (repeated_blocks(model) if blocks is None else list(blocks)) if stage == 3 else []
         owners = muon.owners(self.table, mesh, matrices)
@@ -135,9 +134,6 @@ class Engine:
         cut = muon.TensorParallelMuon(self.plan.slots, mesh, owners, stage)
         self._sharded_optimizer = ShardedOptimizer(self.plan, stage, optimizer, self._units, offload, cut, elementwise)
         self.step_state.withhold_masters(self._sharded_optimizer.masters)
-        kept = [torn[id(r.parameter)] for r in self.table if id(r.parameter) in torn and not first.reads(r.name)]
-        if kept and not accept_weights:
-            self.step_state.mark_inconsistent(kept[0])
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local, self._sync = overlap, accumulate == "local", True
         self.nonfinite: NonFiniteReport | None = None  # of the last step, when it was skipped
@@ -148,6 +144,8 @@ class Engine:
         self._watch = validation.Watch(model, self.plan, moving=stage == 3)
         for slot in self.plan.slots:
             validation.replace_hook(slot.parameter, self.step_state, partial(self.step_state.arrived, slot))
+        if accept_weights or weights is not None:
+            self.step_state.mark_consistent()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -182,7 +180,7 @@ class Engine:
             with self.backward_context() as step_state:
                 step_state.backward_terms(loss)
             return
-        validation.check_loss(loss, weight, self.mesh)  # before the backward begins: nothing is left behind
+        validation.check_mean("the loss", loss, weight, self.mesh)  # before the backward begins: nothing is left behind
         with self.backward_context() as step_state:
             step_state.backward_loss(loss, weight)
 
@@ -205,13 +203,9 @@ class Engine:
         if not exact and announces.keys() <= set(term_weights.names):  # the terms of the step before
             announces = {name: announces.get(name, 0.0) for name in term_weights.names}
         table = self._gather_step_status(Status.BEGINS, announces=announces, wrong=wrong)
-        try:
+        with step_status.refusing(step_state, self._drop):
             columns = table.loss, table.more["terms"]
             step_state.term_weights = term_weights.agreed(*columns, announces, exact=exact, single=single)
-        except EngineError as error:
-            self._drop()
-            step_state.mark_discarded(error)
-            raise
 
     def begin_single_backward(self, /, **weights: float | Tensor) -> None:
         """Before a backward of terms: unless the step was begun, its weights are the step's, which takes no other."""
@@ -243,7 +237,6 @@ class Engine:
         or `ig.Terms`. The weights of terms are counted before the first backward: by the model's `term_weights`, called
         like the model, which returns {name: weight} (None: no terms); without it, by a pass without gradients.
         """
-        self._refuse_failed()
         try:
             with self._watch.naming_changes(self.mesh):
                 self.accumulate(batch, micro_batches)
@@ -271,8 +264,7 @@ class Engine:
         if self._counts_ahead:
             self.count(micros)
         begun = self.step_state.term_weights.expected is not None
-        weights = None if begun else batches.said_weights(self.model, micros)
-        if weights is not None:
+        if not begun and (weights := batches.said_weights(self.model, micros)) is not None:
             self.begin(**weights)
         if self.pipeline is not None:
             self.pipeline.refuse(micros)

@@ -41,7 +41,7 @@ from isograd.engine import validation
 from isograd.engine.grad_placeholder import GradPlaceholder, changed_by_hand
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.precision import LossScale
-from isograd.engine.reducer import Reducer, zeros_of
+from isograd.engine.reducer import Reducer, ReduceWhen, zeros_of
 from isograd.engine.term_weights import LossSums, TermWeights, number_on, weighted
 from isograd.engine.tree import Tree
 from isograd.engine.zero3.param_group import Zero3Hooks
@@ -57,14 +57,6 @@ class State(Enum):
     BACKWARD = "in a backward"
     REDUCED = "reduced"  # every sum is complete; a further backward opens it again
     FAILED = "failed"  # takes nothing more; all ranks refuse the step
-
-
-class ReduceWhen(Enum):
-    """When the buckets of a backward leave for their owners. The same on all data ranks."""
-
-    GRAD_READY = "with their last gradient, in the order of the plan"
-    BLOCK_DONE = "when backward has left their block, and at its end"
-    STEP = "at the step, or with the next backward that lets them"
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ class StepState:
         self.state = State.OPEN
         self.failure: str | None = None  # why the state is FAILED
         self.optimizer_inconsistent: str | None = None  # why no step can be right until a checkpoint is loaded
-        self.made_at = _user_line()
+        self.made_at = validation.user_line()
         self.taken_over_at: str | None = None  # where an Engine was made that holds these parameters now
         self.loss_sums = LossSums()
         self.term_weights = TermWeights(mesh)  # of the terms of a step that has several
@@ -155,13 +147,11 @@ class StepState:
                     raise
             raise
 
-    def mark_inconsistent(self, why: str, *, written: bool = True) -> None:
-        """Copies of parameters may differ: no step is right until a checkpoint is loaded. `written`: all that an
-        optimizer writes of this step is in them."""
+    def mark_inconsistent(self, why: str) -> None:
+        """Copies of parameters may differ: no step is right until a checkpoint is loaded."""
         if self.optimizer_inconsistent is None:
-            self.optimizer_inconsistent = why
-            parameters = [slot.parameter for slot in self.plan.slots if written]
-            self._versions = {id(parameter): parameter._version for parameter in parameters}
+            self.optimizer_inconsistent = why  # before others' optimizers write, there are no versions to remember
+            self._versions = {id(slot.parameter): slot.parameter._version for slot in self._placeholders}
 
     def torn(self, parameter: Tensor) -> str | None:
         """Why this parameter may have half a step, if it does and nothing has been written into it since then."""
@@ -182,7 +172,7 @@ class StepState:
         self.must_be(State.BACKWARD)
         if self.term_weights.expected is not None:
             raise self.term_weights.mixed()
-        validation.check_loss(loss, weight, self.mesh)
+        validation.check_mean("the loss", loss, weight, self.mesh)
         count = number_on(loss.device, weight)
         nothing = validation.adds_nothing(loss, weight, self.mesh)
         if not nothing or self.units is not None:  # at ZeRO 3 the other ranks gather parameters with this one
@@ -308,28 +298,15 @@ class StepState:
     def must_be(self, *states: State) -> None:
         """Refuse what the state of the step does not allow."""
         if self.taken_over_at is not None:
-            raise EngineError(
-                "IG510",
-                f"this Engine has no model any more: the Engine made at {self.taken_over_at} has taken it over",
-                seen=f"a call of the Engine made at {self.made_at}",
-                expected="one Engine for a model; a new one takes it over",
-                fix="use the new Engine, or make it of another model",
-                where=self.mesh.describe_rank(),
-            )
+            places = {"old": self.made_at, "new": self.taken_over_at}
+            raise EngineError("IG578", where=self.mesh.describe_rank(), **places)
         if self.state in states:
             return
         if self.state is State.FAILED:
             self.status_group.refuse_closed()  # nothing can drop the step
             if self.units is not None:  # the others may have begun theirs, and wait for this rank
                 self.units.abort("refused a backward: an earlier one had failed")
-            raise EngineError(
-                "IG550",
-                "a backward of this step failed; the step takes no further one",
-                seen=self.failure,
-                expected="the failed step to be dropped before the next one begins",
-                fix="call engine.discard() on every rank (engine.step() refuses the step on every rank), then go on",
-                where=self.mesh.describe_rank(),
-            )
+            raise EngineError("IG550", seen=self.failure, where=self.mesh.describe_rank(), failed="this rank")
         allowed = " or ".join(state.value for state in states)
         raise EngineError("IG552", where=self.mesh.describe_rank(), state=self.state.value, allowed=allowed)
 
@@ -367,10 +344,6 @@ class StepState:
         if self.reproducible or self.keep_full:  # else half precision is cast as its bucket is packed
             gradient = gradient.to(slot.dtype)
         self.local[slot] = gradient if before is None else before.to(slot.dtype).add_(gradient)
-
-    def replace_own(self, slot: Slot, gradient: Tensor) -> None:
-        """This rank's own sum, as the user has edited it."""
-        self.local[slot] = gradient.to(slot.dtype)
 
     def forget_own(self) -> None:
         """This rank's own sums were cleared by the user, and their weight with them."""
@@ -524,11 +497,3 @@ class StepState:
             found = getattr(error, _DISCARDED, None) == (id(self), self.ended)
             error = error.__context__
         return found and self.empty
-
-
-def _user_line() -> str:
-    """'train.py:33': the nearest line that is neither isograd's nor torch's."""
-    frame, ours = sys._getframe(1), ("isograd", "torch.", "contextlib")
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -85,9 +85,8 @@ class Late:
     complete: Callable[[Tensor], StepStatus]  # the whole table, of all ranks' rows of it in host memory
 
 
-TOGETHER = {  # all ranks, or none
-    Status.SAVES: "save a checkpoint", Status.EVALUATES: "evaluate", Status.OPENS: "open a folder of checkpoints",
-}  # fmt: skip
+# All ranks, or none:
+TOGETHER = {Status.SAVES: "save a checkpoint", Status.EVALUATES: "evaluate", Status.OPENS: "open a folder"}
 LAYER_S = 5.0  # seconds after which a rank that gives up a step closes its connections, where layers wait for it
 SAME_LOSS = 1e-3  # relative: ranks of a tp group compute one loss from the same numbers; devices of two kinds may round
 BITS = 48
@@ -224,28 +223,14 @@ def refuse_failed(table: StepStatus, step_state: StepState, problem: str | None,
         seen = "; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())
         if all(reason.removeprefix("EngineError: ").startswith("IG553") for reason in failed.values()):
             raise changed_by_hand(f"gradients of {ranks_failed}", mesh.describe_rank(), seen)
-        raise EngineError(
-            "IG550",
-            f"the step is refused on all ranks: {ranks_failed} failed in it",
-            seen=seen,
-            expected="every backward of a step to end well on every rank",
-            fix="nothing of the step is left, on any rank: continue with the next batch, or stop",
-            where=mesh.describe_rank(),
-        )
+        raise EngineError("IG550", seen=seen, where=mesh.describe_rank(), failed=ranks_failed)
     raise EngineError("IG558", where=mesh.describe_rank(), ranks=table.ranks(Status.DISCARDS))
 
 
 def _inconsistent(step_state: StepState, why: Mapping[int, str]) -> EngineError:
     step_state.mark_inconsistent(f"learned of it from rank {min(why)}")
-    return EngineError(
-        "IG559",
-        "an optimizer raised",
-        seen="; ".join(f"rank {rank}: {said}" for rank, said in why.items()),
-        expected="optimizers that step on every rank, or on none: parameters may have changed in part",
-        fix="load parameters and optimizer on all ranks, by CheckpointManager.load or load_state; weights alone, before "
-        "the next Engine of the model is made; or make that with accept_weights=True, which takes them as they are",
-        where=step_state.mesh.describe_rank(),
-    )
+    said = "; ".join(f"rank {rank}: {text}" for rank, text in why.items())
+    return EngineError("IG559", seen=said, where=step_state.mesh.describe_rank())
 
 
 def optimizer_problem(step_state: StepState, raised: BaseException | None) -> BaseException | None:
@@ -267,14 +252,7 @@ def refuse_parted(table: StepStatus, step_state: StepState) -> None:
     if bool((steps != steps[0]).any()) and not table.ranks(Status.INCONSISTENT):
         counted = ", ".join(f"rank {rank}: {int(count)}" for rank, count in enumerate(steps))
         step_state.mark_inconsistent(f"optimizers have stepped unequally often ({counted})")
-        raise EngineError(
-            "IG559",
-            "an optimizer has stepped on some ranks only: copies of the parameters differ",
-            seen=f"steps of {counted}",
-            expected="a step on every rank, or on none: an exception between backward and step ends it on one alone",
-            fix="load a checkpoint on all ranks (accelerator.load_state), or end; catch an exception where it arises",
-            where=step_state.mesh.describe_rank(),
-        )
+        raise EngineError("IG559", seen=f"steps of {counted}", where=step_state.mesh.describe_rank())
 
 
 def refuse_wrong(table: StepStatus, mesh: Mesh) -> None:

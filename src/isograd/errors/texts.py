@@ -264,7 +264,7 @@ IG924: a build that cannot be made
             'refuse', 'keep' or 'text'; shard_bytes, workers and largest_document of at least 1
 IG925: these options do not describe a file of pairs
   expected: two keys, a batch of at least 1, held_out from 0 to below 1
-IG926: {path} has no pair to train on
+IG926: {path} has nothing to train on
 IG927: {path}: line {number} is no {kind}
   fix:      fix or remove the line
 IG928: {path} holds numbers that no build writes

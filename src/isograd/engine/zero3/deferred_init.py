@@ -76,10 +76,6 @@ class FirstValues:
         shape = record.contract.shape
         return next((n for n in self._names[id(record.parameter)] if self.weights.has(n, shape)), None)
 
-    def reads(self, name: str) -> bool:
-        """Whether a parameter's values come from the stored weights."""
-        return self._stored.get(name) is not None
-
     @torch.no_grad()
     def rows(self, record: ContractRow | Slot, cut: tuple[int, ...] | None = None) -> Tensor | None:
         """Initial values of the rows cut[0] to cut[1] (None: all rows) of this rank's part; None when the parameter
