@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from isograd.core.mesh import Mesh
 from isograd.engine.data_parallel import DataParallel
 
 STEPS, BAD = 7, (1, 2, 4)
-ERRORS = (ZeroDivisionError, ig.IsogradError)
+ERRORS = (ZeroDivisionError, KeyboardInterrupt, ig.IsogradError)
 
 
 def net() -> nn.Module:
@@ -32,15 +33,15 @@ class Scored(nn.Module):
         super().__init__()
         self.net = net()
 
-    def forward(self, x: Tensor, fails: bool = False) -> tuple[Tensor, int]:
+    def forward(self, x: Tensor, fails: type | None = None) -> tuple[Tensor, int]:
         loss = self.net(x).mean()
-        if fails:
-            loss.register_hook(_fails)
+        if fails is not None:
+            loss.register_hook(partial(_raise, fails))
         return loss, len(x)
 
 
-def _fails(_: Tensor) -> None:
-    raise ZeroDivisionError
+def _raise(kind: type, _: Tensor) -> None:
+    raise kind
 
 
 def rows(step: int, rank: int) -> Tensor:
@@ -65,22 +66,24 @@ def behind(layout: str, way: str, handler: str) -> tuple[list[int], list[str], f
     engine = ig.Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1), bucket_mb=1e-4)
     taken, said = list[int](), list[str]()
 
-    def step_of(step: int, fails: bool) -> None:
+    kind = KeyboardInterrupt if way == "ctrl-c" else ZeroDivisionError
+
+    def step_of(step: int, fails: type | None) -> None:
         x = rows(step, mesh.rank)
-        if way == "loader" and fails:
-            raise ZeroDivisionError
-        if way == "train_step":
+        if way == "loader" and fails is not None:
+            raise fails
+        if way in ("train_step", "ctrl-c"):
             engine.train_step((x, fails), 1)
             return
         engine.backward(*model(x, fails))
-        if way == "after" and fails:
-            raise ZeroDivisionError
+        if way == "after" and fails is not None:
+            raise fails
         engine.step()
 
     for step in range(STEPS):
         failed = False
         try:
-            step_of(step, step in BAD and mesh.rank == mesh.size("world") - 1)
+            step_of(step, kind if step in BAD and mesh.rank == mesh.size("world") - 1 else None)
             taken.append(step)
         except ERRORS as error:
             said.append(type(error).__name__)
@@ -95,7 +98,9 @@ def behind(layout: str, way: str, handler: str) -> tuple[list[int], list[str], f
 
 
 PLACES = [
-    (way, where) for way in ("backward", "train_step", "after", "loader") for where in ("inside", "behind", "both")
+    (way, where)
+    for way in ("backward", "train_step", "ctrl-c", "after", "loader")
+    for where in ("inside", "behind", "both")
 ]
 
 
@@ -106,8 +111,9 @@ def test_discard_drops_one_step_wherever_it_is_called(layout: str, way: str, han
     began, ranks = time.monotonic(), int(layout[2])
     found = threads.run(behind, ranks, layout, way, handler, timeout=20)
     for rank, (taken, said, off) in enumerate(found):
-        kind = "ZeroDivisionError" if rank == ranks - 1 else "EngineError"
-        assert (taken, said) == ([step for step in range(STEPS) if step not in BAD], [kind] * 3), (rank, taken, said)
+        own = "KeyboardInterrupt" if way == "ctrl-c" else "ZeroDivisionError"
+        expected = [step for step in range(STEPS) if step not in BAD], [own if rank == ranks - 1 else "EngineError"] * 3
+        assert (taken, said) == expected, (rank, taken, said)
         assert off < 1e-12
     assert time.monotonic() - began < 10
 
@@ -121,7 +127,9 @@ def agreed() -> tuple[list[int], float]:
         failed = False
         try:
             if not (step in (2, 3) and mesh.rank == 1):
-                engine.backward(*model(rows(step, mesh.rank), step == 1 and mesh.rank == 0))
+                engine.backward(
+                    *model(rows(step, mesh.rank), ZeroDivisionError if step == 1 and mesh.rank == 0 else None)
+                )
             if step not in (2, 3):
                 engine.step()
                 taken.append(step)
@@ -148,7 +156,7 @@ def front() -> list[str]:
         try:
             loss = model(rows(step, rank)).mean()
             if step in BAD and rank == 1:
-                loss.register_hook(_fails)
+                loss.register_hook(partial(_raise, ZeroDivisionError))
             loss.backward()
             optimizer.step()
         except ERRORS as error:

@@ -60,6 +60,7 @@ class Counts:
     """As much of a StepState as the refusal of unequal steps looks at."""
 
     optimizer_inconsistent: str | None = None
+    _placeholders: tuple[()] = ()
     mark_inconsistent = StepState.mark_inconsistent
     mesh = Mesh.unbound("dp4", 0)
 

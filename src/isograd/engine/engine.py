@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -252,7 +252,8 @@ class Engine:
             return
         if isinstance(error, Exception) and not self.mesh.layers_wait:
             self.step_state.fail(error)
-            self.discard()
+            with suppress(EngineError):  # in place of `error`
+                self._refuse_failed()
             self.step_state.mark_discarded(error)
         elif not isinstance(error, IsogradError):
             self.step_state.fail(error)
@@ -460,7 +461,6 @@ class Engine:
             columns = term_weights.columns()
         else:
             own, columns = term_weights.message(announces)
-
         can = self._device_decision.possible(whole and status is Status.FINE and term_weights.expected is None)
         more = {"inputs": self._inputs.columns(), "terms": columns, "device": can}
         return step_status.gather_step_status(

@@ -106,7 +106,7 @@ class StepState:
         self.loss_sums = LossSums()
         self.term_weights = TermWeights(mesh)  # of the terms of a step that has several
         self.ended = 0  # steps that were taken or dropped
-        self._refused: int | None = None  # the value of `ended` behind a refusal that no `discard` has followed
+        self.left_by_others: int | None = None  # the value of `ended` once the step is dropped that others discard
         self._versions: dict[int, int] = {}  # of parameters (ids), as an optimizer has left them
         self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
         self.final_shards: dict[Slot, Tensor] = {}  # my rows, every sum complete
@@ -476,16 +476,15 @@ class StepState:
         others `step`, which was refused. Where all call `discard` in the handler of their exception, a second gather
         would drop the next step of the first one. So the exception (left out: the one that is handled) carries the
         number of the step that was dropped with it. Numbers only: it must not hold a model, and may be pickled."""
-        self._refused = None if error is None else self.ended
         error = error or sys.exception()
         with suppress(AttributeError):  # no exception, or one of a class with __slots__
             setattr(error, _DISCARDED, (id(self), self.ended))
 
     def skips_discard(self) -> bool:
-        """Asked by `discard`: whether all ranks have dropped that step. Behind the `except` no exception tells: there,
-        the first call after a refusal is that refusal's."""
-        refused, self._refused = self._refused, None
-        behind = sys.exception() is None and refused == self.ended and self.empty
+        """Asked by `discard`: whether all ranks have dropped that step. Behind a handler no exception tells: there, the
+        first call after a refusal is for the step that others have discarded."""
+        left, self.left_by_others = self.left_by_others, None
+        behind = sys.exception() is None and left == self.ended and self.empty
         return behind or self.already_discarded
 
     @property
