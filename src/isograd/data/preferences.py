@@ -81,7 +81,7 @@ def prepare(
     except IsogradError as error:
         name, _, number = (error.where or "").rpartition(", document ")
         if name and number.isdigit():
-            error.where = f"{file}, {unit_of(answers)} {(int(number) - 1) // answers + 1}"
+            error.where = f"{file}, {'pair' if answers > 1 else 'prompt'} {(int(number) - 1) // answers + 1}"
         raise
 
 
@@ -116,11 +116,6 @@ def answered(file: Path, column: str) -> Iterator[tuple[list[dict[str, Any]], An
         found = {**found, column: right} if isinstance(value, dict) else value
         lines, prompt = _written(_pair(file, number, found, form, (column, column)), None)
         yield lines[:1], prompt
-
-
-def unit_of(answers: int) -> str:
-    """What a line is that has so many answers."""
-    return "prompt" if answers == 1 else "pair"
 
 
 def _written(
@@ -197,7 +192,7 @@ class Preferences:
     def __init__(self, folder: Path, *, length: int, batch: int, seed: int, held_out: float, answers: int) -> None:
         """answers: conversations of a pair: 2, or 3 with strangers; 1 of a prompt with its right answer."""
         self.batch, self.seed, self.answers, self.length = batch, seed, answers, length
-        self.unit = unit_of(answers)
+        self.unit = "pair" if answers > 1 else "prompt"
         self.sources = (Source(folder / BUILT),)
         self._tokens = Tokens(folder / BUILT)
         self._ends = self._tokens.ends(0, self._tokens.tokens)

@@ -102,11 +102,11 @@ class StepState:
         self.failure: str | None = None  # why the state is FAILED
         self.optimizer_inconsistent: str | None = None  # why no step can be right until a checkpoint is loaded
         self.made_at = validation.user_line()
-        self.taken_over_at: str | None = None  # where an Engine was made that holds these parameters now
+        self.taken_over: list[str] = []  # where Engines were made that have taken parameters over
         self.loss_sums = LossSums()
         self.term_weights = TermWeights(mesh)  # of the terms of a step that has several
         self.ended = 0  # steps that were taken or dropped
-        self.left_by_others: int | None = None  # the value of `ended` once the step is dropped that others discard
+        self.left_by_others: set[int] = set()  # the value of `ended` once the step is dropped that others discard
         self._versions: dict[int, int] = {}  # of parameters (ids), as an optimizer has left them
         self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
         self.final_shards: dict[Slot, Tensor] = {}  # my rows, every sum complete
@@ -151,7 +151,7 @@ class StepState:
         """Copies of parameters may differ: no step is right until a checkpoint is loaded."""
         if self.optimizer_inconsistent is None:
             self.optimizer_inconsistent = why  # before others' optimizers write, there are no versions to remember
-            self._versions = {id(slot.parameter): slot.parameter._version for slot in self._placeholders}
+            self._versions.update({id(slot.parameter): slot.parameter._version for slot in self._placeholders})
 
     def torn(self, parameter: Tensor) -> str | None:
         """Why this parameter may have half a step, if it does and nothing has been written into it since then."""
@@ -297,9 +297,8 @@ class StepState:
 
     def must_be(self, *states: State) -> None:
         """Refuse what the state of the step does not allow."""
-        if self.taken_over_at is not None:
-            places = {"old": self.made_at, "new": self.taken_over_at}
-            raise EngineError("IG578", where=self.mesh.describe_rank(), **places)
+        if self.taken_over:
+            raise EngineError("IG578", where=self.mesh.describe_rank(), old=self.made_at, new=self.taken_over[-1])
         if self.state in states:
             return
         if self.state is State.FAILED:
@@ -483,8 +482,8 @@ class StepState:
     def skips_discard(self) -> bool:
         """Asked by `discard`: whether all ranks have dropped that step. Behind a handler no exception tells: there, the
         first call after a refusal is for the step that others have discarded."""
-        left, self.left_by_others = self.left_by_others, None
-        behind = sys.exception() is None and left == self.ended and self.empty
+        behind = sys.exception() is None and self.ended in self.left_by_others and self.empty
+        self.left_by_others.clear()
         return behind or self.already_discarded
 
     @property

@@ -116,8 +116,8 @@ def gather_step_status(
     elif problem is not None and status not in (Status.DISCARDS, *TOGETHER):
         status = Status.FAILED
     table = gather(step_state, status, loss, settings, more)
-    others = status is not Status.DISCARDS and table.ranks(Status.DISCARDS)
-    step_state.left_by_others = step_state.ended + 1 if others else None
+    if status is not Status.DISCARDS and table.ranks(Status.DISCARDS):
+        step_state.left_by_others.add(step_state.ended + 1)
     gave_up = table.ranks(Status.FAILED) + table.ranks(Status.DISCARDS)
     closes = step_state.mesh.on_cards and step_state.mesh.layers_wait and 0 < len(gave_up) < len(table.status)
     if closes:  # their kernels wait for messages of a layer that these ranks will not send

@@ -286,14 +286,13 @@ def replace_hook(
     for handle in before:
         handle.remove()
     if before.holder is not None:
-        before.holder.taken_over_at = holder.made_at
+        before.holder.taken_over.append(holder.made_at)
         if (why := before.holder.torn(parameter)) is not None:
             holder.mark_inconsistent(f"{why} (in a step of the Engine made at {before.holder.made_at})")
     setattr(arrived, _OURS, True)
     handles = [parameter.register_post_accumulate_grad_hook(arrived)]
     handles += [parameter.register_hook(entering)] if entering is not None else []
-    parameter._isograd_hooks = Handles(handles)  # type: ignore[attr-defined]
-    parameter._isograd_hooks.holder = holder  # type: ignore[attr-defined]
+    parameter._isograd_hooks = Handles(handles, holder)  # type: ignore[attr-defined]
 
 
 def refuse_options(given: Mapping[str, object], only: Mapping[str, object], mesh: Mesh) -> None:

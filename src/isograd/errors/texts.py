@@ -250,6 +250,9 @@ IG916: {folder} holds something else
   expected: a new folder, or this build
 IG917: {path} is not the file that this build began with
   expected: inputs that stay as they were when their build began
+IG918: {doing} failed
+  expected: files that can be read, and a folder that may be written, with room left
+  fix:      make room or fix permissions; the same command then resumes where it was
 IG919: {path} needs the pyarrow package
   fix:      pip install pyarrow
 IG920: {path} cannot be read

@@ -252,9 +252,7 @@ IG574: {use} of a ZeRO 3 model whose parameters are not gathered
 IG575: {shapes} are not tensors of one shape
   expected: one number in each for every token (or sequence)
   fix:      cut all of them as the tokens are cut, by rows and by places; expand what is the same for many
-IG578: this Engine has no model any more: the one made at {new} has taken it over
-  seen:     a call of the Engine made at {old}
-  expected: one Engine for a model
+IG578: the Engine made at {old} has no model any more: the one made at {new} has taken it over
   fix:      call the new Engine; or give it a model of its own
 IG580: a message or a sum of this step was changed
   expected: what the ranks have sent, and its sums, up to rounding

@@ -52,7 +52,9 @@ class Nothing:
 class Handles(list[Any]):
     """Of the hooks of a parameter, and the step state of their engine. A saved copy of it has none."""
 
-    holder: Any = None
+    def __init__(self, handles: Iterable[Any] = (), holder: Any = None) -> None:
+        super().__init__(handles)
+        self.holder = holder
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, ()
