@@ -24,7 +24,7 @@ WAYS = ("plain", "weights", "state", "sums", "replay")
 
 def rank(rounds: int) -> dict[str, list[float]]:
     """Of each way, the CPU seconds of one step in each round."""
-    _, size = ig.comm.raw.world()
+    _, size = ig.comm.world.world()
     mesh = ig.Mesh(f"dp{size} zero1")
     config = TransformerConfig(vocab=2048, hidden=256, layers=4, heads=8, mlp=688)
     model = Transformer(config, mesh)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import isograd as ig
-from isograd.comm import raw
 from isograd.comm import world as here
+from isograd.comm.group import Group
 from isograd.comm.launch import World
 from isograd.comm.transport import Transport
 from isograd.engine import MemoryChecksum, ReplayCheck
@@ -46,7 +46,7 @@ def flip(tensor: Tensor, bit: int) -> None:
     words[int(tensor.abs().argmax())] ^= 1 << bit
 
 
-def kind(group: raw.Group, tensor: Tensor) -> str:
+def kind(group: Group, tensor: Tensor) -> str:
     """How a message of numbers is called; empty: it is none."""
     if tensor.dtype != torch.float32 or tensor.numel() < 16:
         return ""

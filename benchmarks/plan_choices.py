@@ -5,7 +5,7 @@
 A choice is the fastest published run of a model on the most devices, of publishers that chose their layouts to be
 fast (vTrain and MosaicML measured grids and one kind of layout). Both times are predictions, so that what the predictor
 gets wrong about a machine is wrong in both. The search may use what isograd has and the publisher's program may not
-have had: zero-bubble schedules, Ulysses, sp.
+have had: zero-bubble schedules, Ulysses, sp, gradients that leave with each micro-batch.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.launch import World
+from isograd.comm.world import new_group
 
 own_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,7 +48,7 @@ def pair_sends(out: Sequence[Tensor], into: Sequence[Tensor], rank: int) -> None
 
 def raw_exchange(out: Sequence[Tensor], into: Sequence[Tensor], rank: int) -> None:
     """The same, by comm/raw.py's `exchange`."""
-    world = raw.new_group("world", tuple(range(len(out))), rank)
+    world = new_group("world", tuple(range(len(out))), rank)
     raw.exchange([[t] for t in out], [[t] for t in into], world).wait()
 
 

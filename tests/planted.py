@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from isograd.checkpoint import CheckpointManager, write
 from isograd.checkpoint.write import SaveJob
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.elastic import Copies, copies
 from isograd.engine import norm
 from isograd.engine.reducer import Reducer
@@ -168,7 +168,7 @@ def _plant() -> None:
     _around(Reducer, "finish_all", lambda: reach("last bucket"))
     _around(Copies, "start", None, lambda: reach("copy made"))
     _around(Copies, "finish", lambda: reach("copies arriving"))
-    _around(raw, "join", lambda: reach("joining"))
+    _around(world, "join", lambda: reach("joining"))
     _around(peers, "same_config", lambda: reach("meeting again"))
     _around(CheckpointManager, "load", lambda: reach("loading"))
     _around(copies, "write", lambda: reach(RESCUING))

@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from isograd.comm import device, raw
+from isograd.comm import world as comm_world
 from isograd.comm.device import Proposal, problem
 from isograd.comm.launch import launch
+from isograd.comm.world import new_group
 from isograd.core.mesh import Mesh
 from isograd.errors import CommError
 from isograd.train.resources import this_machine
@@ -91,22 +93,22 @@ def joined(machine: Machine, rank: int, place: Path) -> dict[str, Any]:
 
     with standing_on(machine), patch.object(dist, "init_process_group", init):
         try:
-            raw.join(rank, 3, str(place), asked=machine.asked)
+            comm_world.join(rank, 3, str(place), asked=machine.asked)
         except Joins as joins:
-            return {"joins": str(joins), "device": str(raw.device())}
+            return {"joins": str(joins), "device": str(comm_world.device())}
         except CommError as error:
             return {"code": error.code, "seen": error.seen, "fix": error.fix, "where": error.where}
         finally:
-            raw.leave() if not dist.is_initialized() else None
-        group = raw.new_group("world", (0, 1, 2), rank)
-        found = {"sum": float(raw.all_reduce(torch.tensor(1.0 + rank), group)), "device": str(raw.device())}
-        raw.leave()
+            comm_world.leave() if not dist.is_initialized() else None
+        group = new_group("world", (0, 1, 2), rank)
+        found = {"sum": float(raw.all_reduce(torch.tensor(1.0 + rank), group)), "device": str(comm_world.device())}
+        comm_world.leave()
         return found
 
 
 def all_cases(folder: str) -> list[dict[str, Any]]:
     rank = int(os.environ["RANK"])
-    raw.leave()
+    comm_world.leave()
     return [joined(ranks[rank], rank, Path(folder) / name) for name, ranks in CASES.items()]
 
 
@@ -204,7 +206,7 @@ def group_in_a_bound_world() -> float | None:
         with patch.object(distributed_c10d, "_get_split_source", split):
             if rank == 1:
                 return None
-            total = raw.all_reduce(torch.tensor(1.0 + rank), raw.new_group("bound", (0, 2), rank, "bound"))
+            total = raw.all_reduce(torch.tensor(1.0 + rank), new_group("bound", (0, 2), rank, "bound"))
             assert world.bound_device_id == torch.device("cuda", 0)
             return float(total)
     finally:

@@ -10,7 +10,7 @@ import torch
 import isograd as ig
 from isograd.comm import fake, raw
 from isograd.comm.consensus import all_gather_object
-from isograd.comm.record import Entry
+from isograd.comm.record import Entry, recording
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.errors import CommError
@@ -32,7 +32,7 @@ def running(layouts: tuple[str, ...]) -> dict[str, list[Entry]]:
     """What this rank of a running world records of each layout."""
     found = {}
     for layout in layouts:
-        with raw.recording() as record:
+        with recording() as record:
             program(Mesh(layout))
         found[layout] = record.entries
     return found
@@ -43,7 +43,7 @@ def imagined_ranks(layout: str) -> list[list[Entry]]:
     world = fake.FakeWorld()
 
     def recorded(rank: int) -> list[Entry]:
-        with raw.recording() as record:
+        with recording() as record:
             program(Mesh.imagine(layout, rank, world))
         return record.entries
 
@@ -69,7 +69,7 @@ def test_the_record_of_an_imagined_rank_is_that_of_a_running_one(worlds, ranks: 
 
 
 def test_a_record_names_the_call_its_site_its_phase_and_whether_ranks_decide_by_it() -> None:
-    with raw.recording() as record:
+    with recording() as record:
         program(Mesh.imagine("tp2 sp"))
     found = {(e.operation, e.site, e.phase, e.control) for e in record.entries}
     assert ("all_gather", "nn/stream.py:gather_tokens (all_gather)", "", False) in found
@@ -79,7 +79,7 @@ def test_a_record_names_the_call_its_site_its_phase_and_whether_ranks_decide_by_
 
 
 def test_nothing_is_noted_outside_of_recording() -> None:
-    with raw.recording() as record:
+    with recording() as record:
         pass
     raw.all_reduce(torch.ones(3), Mesh.imagine("tp2").group("tp"))
     assert not record.entries

@@ -13,7 +13,9 @@ import torch
 
 import isograd as ig
 from isograd.comm import raw, threads
+from isograd.comm import world as comm_world
 from isograd.comm.launch import launch
+from isograd.comm.world import clone_store, store_check, store_set
 from isograd.core.mesh import Mesh
 
 
@@ -110,13 +112,13 @@ def _left_with_a_message() -> float:
     if group.index == 1:
         with suppress(ig.errors.IsogradError):
             raw.receive_start([torch.ones(3)], group, 0, tag=1).wait()
-        raw.store_set("rank 1 has ended")
+        store_set("rank 1 has ended")
         return time.monotonic() - began
-    line = raw.clone_store() or torch.distributed.distributed_c10d._get_default_store()
+    line = clone_store() or torch.distributed.distributed_c10d._get_default_store()
     message = raw.receive_start([torch.ones(3)], group, 1, tag=2)
     assert not message.arrived_within(0.1)
-    raw.leave("it gave up")
-    while time.monotonic() - began < 8.0 and not raw.store_check("rank 1 has ended", line):
+    comm_world.leave("it gave up")
+    while time.monotonic() - began < 8.0 and not store_check("rank 1 has ended", line):
         time.sleep(0.05)
     return 0.0
 
@@ -131,10 +133,10 @@ def _left_behind() -> tuple[str, list[float]]:
     group = Mesh("dp2").group("dp")
     memory = torch.full((3,), 7.0)
     handle = raw.receive_start([memory], group, 1 - group.index)
-    raw.store_set(f"asked {group.index}")
-    while not raw.store_check(f"asked {1 - group.index}"):  # the other one's would find closed connections
+    store_set(f"asked {group.index}")
+    while not store_check(f"asked {1 - group.index}"):  # the other one's would find closed connections
         time.sleep(0.01)
-    raw.leave("a test")
+    comm_world.leave("a test")
     with pytest.raises(ig.errors.CommError) as refused:
         handle.wait()
     return refused.value.code, memory.tolist()

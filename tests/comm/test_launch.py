@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from isograd.comm import raw
+from isograd.comm import world as comm_world
 from isograd.comm.launch import World, launch
 from isograd.core.mesh import Mesh
 from isograd.errors import ConfigError, LaunchError, TrainError
 
 
 def who(offset: int) -> tuple[int, str, int]:
-    return raw.world()[0] + offset, os.environ["WORLD_SIZE"], torch.get_num_threads()
+    return comm_world.world()[0] + offset, os.environ["WORLD_SIZE"], torch.get_num_threads()
 
 
 def name() -> str:
@@ -48,7 +49,7 @@ def one_is_killed() -> None:
 
 
 def one_leaves() -> None:
-    if raw.world()[0] == 0:
+    if comm_world.world()[0] == 0:
         os._exit(3)
 
 
@@ -144,7 +145,7 @@ def one_refuses() -> None:
 
 def closes_its_connections() -> int:
     mesh = Mesh("dp2")
-    raw.leave("an interrupt")
+    comm_world.leave("an interrupt")
     return mesh.rank
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isograd.comm import naive, ops, raw
+from isograd.comm import naive, ops
+from isograd.comm.group import even_sizes
 from isograd.core.mesh import Mesh
 from isograd.errors import CommError
 
@@ -73,7 +74,7 @@ def all_pairs_in_a_rank(members: int) -> int:
         check(lambda x: ops.copy_in(x, group), lambda xs: naive.copy_in(xs[0], members), same, one_input=True)
         check(lambda x: ops.all_reduce(x, group), lambda xs: [naive.all_reduce(xs)], same, one_output=True)
         for dim in range(len(shape)):
-            for sizes in {raw.even_sizes(shape[dim], members), tuple(range(members)), (2,) * members}:
+            for sizes in {even_sizes(shape[dim], members), tuple(range(members)), (2,) * members}:
                 parts = [integers((*shape[:dim], n, *shape[dim + 1 :]), i) for i, n in enumerate(sizes)]
                 whole = [integers((*shape[:dim], sum(sizes), *shape[dim + 1 :]), i) for i in range(members)]
                 check(
@@ -125,7 +126,7 @@ def middle_of_all_to_all(members: int, sequence_first: bool, batch: int, length:
     seq_dim, head_dim = (0, 2) if sequence_first else (1, 2)
     whole = spelled(batch, length, heads, 3)
     whole = whole.transpose(0, 1).contiguous() if sequence_first else whole
-    seq_sizes, head_sizes = raw.even_sizes(length, members), raw.even_sizes(heads, members)
+    seq_sizes, head_sizes = even_sizes(length, members), even_sizes(heads, members)
     shards = list(whole.split(list(seq_sizes), seq_dim))
 
     x = shards[me].clone().requires_grad_()

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from isograd.comm import raw
+from isograd.comm.group import even_sizes
+from isograd.comm.world import new_group
 from isograd.core.mesh import Mesh
 from tests.native import native_transports
 
@@ -18,7 +20,7 @@ def sums_on(axes_layout: str, numel: int, native: bool) -> list[torch.Tensor]:
         mesh = Mesh(axes_layout)
         group = mesh.group("world")
         x = torch.randn(numel, generator=torch.Generator().manual_seed(mesh.rank))
-        sizes = raw.even_sizes(numel, group.size)
+        sizes = even_sizes(numel, group.size)
         summed = raw.all_reduce(x, group)
         scattered = raw.all_gather(raw.reduce_scatter(x, group, sizes), group, sizes)
         return [summed, scattered, raw.all_max(x, group), torch.stack(raw.gather_list(x, group))]
@@ -47,7 +49,7 @@ def sum_over_overlapping_groups() -> list[float]:
     found = []
     for ranks in ((0, 2), (1, 2), (0, 2, 3), (1, 2, 3)):
         if rank in ranks:
-            group = raw.new_group("some", ranks, rank)
+            group = new_group("some", ranks, rank)
             found.append(float(raw.all_reduce(torch.tensor(10.0**rank), group)))
     return found
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import isograd as ig
-from isograd.comm import fake, raw
-from isograd.comm.record import Entry
+from isograd.comm import fake
+from isograd.comm.record import Entry, recording
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.engine import ChainedOptimizer, Engine, Shards
@@ -163,7 +163,7 @@ def cached(mesh: Mesh) -> None:
 
 def recorded(make: Callable[[str], Mesh], case: Case, folder: Path) -> list[Entry]:
     """What this rank says in a program."""
-    with raw.recording() as record:
+    with recording() as record:
         mesh = make(case.layout)
         cached(mesh) if case.also == "cached" else trained(mesh, case, folder)
     return comparable(record.entries)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from isograd.comm import raw
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
+from isograd.comm.handle import Handle
+from isograd.comm.world import TAGS, reserve_tags
 from isograd.core.mesh import Mesh
 
 
-def started(group: Group, value: float, size: int, tag: int) -> tuple[raw.Handle, torch.Tensor]:
+def started(group: Group, value: float, size: int, tag: int) -> tuple[Handle, torch.Tensor]:
     out, into = torch.full((size,), value), torch.empty(size)
     return raw.exchange([[out]] * group.size, [[into]] * group.size, group, tag), into
 
@@ -31,8 +33,8 @@ def crossed() -> tuple[list[float], list[float]]:
         handle, into = started(group, 5.0 + me, 4, 7)
         handle.wait_for(1 - me)
         found.append(float(into[3]))
-    first = raw.reserve_tags(group)
-    return found, [first, raw.reserve_tags(group) - first]
+    first = reserve_tags(group)
+    return found, [first, reserve_tags(group) - first]
 
 
 def test_unlike_tags_may_be_sent_in_any_order_and_left_unanswered(worlds) -> None:
@@ -40,4 +42,4 @@ def test_unlike_tags_may_be_sent_in_any_order_and_left_unanswered(worlds) -> Non
     assert zero == [12.0, 12.0, 11.0, 11.0, 6.0, 6.0, 6.0]
     assert one == [2.0, 2.0, 1.0, 1.0, 5.0, 5.0, 5.0]
     assert tags == others
-    assert tags[1] == raw.TAGS
+    assert tags[1] == TAGS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import isograd as ig
-from isograd.comm import raw, threads
+from isograd.comm import raw, threads, world
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from tests.parity import cases
@@ -72,4 +72,4 @@ def test_a_hang_is_an_error_that_names_the_ranks() -> None:
 
 def test_outside_of_ranks_a_thread_is_one_device() -> None:
     threads.run(lambda: None, 2)
-    assert threads.member() is None and raw.world() == (0, 1)
+    assert threads.member() is None and world.world() == (0, 1)

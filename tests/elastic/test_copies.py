@@ -14,6 +14,7 @@ from isograd.checkpoint import CheckpointManager
 from isograd.checkpoint.write import SaveJob, finish
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
+from isograd.comm.record import recording
 from isograd.elastic.copies import Copies, joined, offers, write
 from isograd.elastic.shared_memory import SharedMemory
 from isograd.engine import state
@@ -57,10 +58,10 @@ def steps(layout: str, name: str, machines: bool, folder: Path, partner: bool = 
     try:
         for step in range(1, 5):
             engine.accumulate(toys.batch(step, mesh), 2)
-            with raw.recording() as before:
+            with recording() as before:
                 mine.finish()
             engine.step()
-            with raw.recording() as after:
+            with recording() as after:
                 mine.start(step)
             entries = before.entries + after.entries
             sent.append([message.bytes for entry in entries for to in entry.sent for message in to])

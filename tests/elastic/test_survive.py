@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 
 from isograd.checkpoint.folder import checkpoints
-from isograd.comm import raw
+from isograd.comm import raw, world
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.elastic import WorkerPool, worker_pool
@@ -310,7 +310,7 @@ class Grow:
 
 def dies_unnoticed() -> None:
     """Rank 1 dies, and the process that tells the launcher of it gets no turn for four seconds."""
-    rank, _ = raw.world()
+    rank, _ = world.world()
     if rank == 1:
         server = os.getppid()
         subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {server}"])
@@ -330,16 +330,16 @@ def test_a_death_is_a_death_when_the_others_feel_it_before_the_launcher_is_told(
 
 def raises_and_is_slow_to_answer() -> None:
     """Rank 0, after its connections have closed."""
-    leave = raw.leave
+    leave = world.leave
 
     def slow() -> None:
-        raw.leave = leave
+        world.leave = leave
         leave()
         gc.collect()
         time.sleep(1)
 
-    if raw.world()[0] == 0:
-        raw.leave = slow  # type: ignore[assignment]
+    if world.world()[0] == 0:
+        world.leave = slow  # type: ignore[assignment]
         raise ValueError("the cause")
     raw.all_max(torch.ones(1), Mesh("dp2").group("world"))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import ops, raw
+from isograd.comm.group import even_sizes
 from isograd.core.contract import Shard, assemble, declare
 from isograd.core.contract_table import contracts
 from isograd.core.mesh import DATA, Mesh
@@ -58,7 +59,7 @@ class FoldedExperts(nn.Module):
 
     def forward(self, x: Tensor, choice: Tensor) -> Tensor:
         tp, ep = self.mesh.group("tp"), self.mesh.group("ep")
-        parts = raw.even_sizes(len(x), tp.size)
+        parts = even_sizes(len(x), tp.size)
         mine, chosen = ops.slice(x, tp, 0, parts), choice.split(list(parts))[tp.index]
         sizes = [int(n) for n in raw.gather_list(torch.tensor(len(mine)), ep)]
         rows, chosen = ops.all_gather(mine, ep, 0, sizes), raw.all_gather(chosen, ep, sizes)

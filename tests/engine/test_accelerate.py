@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 
 
 def triggered() -> torch.Tensor:
     """What accelerate's trigger_sync_in_backward does to DDP: three forwards under no_sync, then three backwards of
     which the last one syncs."""
-    rank, _ = raw.world()
+    rank, _ = world.world()
     torch.manual_seed(0)
     model = ig.DataParallel(nn.Linear(3, 1).double())
     with model.no_sync():

@@ -319,7 +319,7 @@ def step_with_a_flip(layout: str, model: str, axes: str, flips: Counter[str]) ->
             groups = threads.member().groups
             threads.member().flip = lambda transport, t: (
                 t.dtype == torch.float32 and t.numel() >= 16 and any(
-                    g.handle is transport and g.axes == axes and g.purpose != "gradients" for g in groups
+                    g.transport is transport and g.axes == axes and g.purpose != "gradients" for g in groups
                 )
             )  # fmt: skip
         said.append(checked_step(engine, step, replays=False))

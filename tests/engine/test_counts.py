@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import isograd as ig
-from isograd.comm import raw
 from isograd.comm.fake import FakeWorld
+from isograd.comm.record import recording
 from isograd.core.mesh import Mesh
 from isograd.engine.packing import Packing
 from isograd.nn import ExpertOptions
@@ -72,7 +72,7 @@ def first_step(mesh: Mesh) -> ig.Engine:
 
 def next_step(engine: ig.Engine) -> tuple[int, int, int, int, int]:
     """What a step costs."""
-    with raw.recording() as record, Operators() as operators:
+    with recording() as record, Operators() as operators:
         engine.train_step(BATCH, 2)
     sent = [message for entry in record.entries for messages in entry.sent for message in messages]
     counts = operators.counts

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from isograd.comm import ops, raw
+from isograd.comm import ops, raw, world
 from isograd.core.mesh import Mesh
 from isograd.engine import DataParallel, Engine
 from isograd.errors import IsogradError
@@ -43,7 +43,7 @@ def of_pairs(features: Tensor, own: range) -> Tensor:
 
 def gathered(rows: list[int]) -> dict[str, Tensor]:
     """`rows`: of which each rank's loss is the mean; a rank may have none, and still gives features to the others."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     torch.manual_seed(0)
     model = DataParallel(nn.Linear(3, 2, dtype=torch.float64))
     x = torch.randn(4 * ranks, 3, dtype=torch.float64)[4 * rank : 4 * rank + 4]
@@ -69,7 +69,7 @@ def test_a_rank_that_weighs_nothing_brings_what_others_made_of_its_features(worl
 
 def weighed(pattern: str, total: int, steps: int = 2) -> toys.Outcome:
     """Uneven micro-batches, one of them empty with a NaN loss; a torch optimizer, and clipping by hand."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model, outcome = DataParallel(toys.Toy(), bucket_cap_mb=0.02), toys.Outcome()
     optimizer = toys.adamw([p for p in model.parameters() if p.requires_grad])
     share = total // ranks
@@ -93,7 +93,7 @@ def weighed(pattern: str, total: int, steps: int = 2) -> toys.Outcome:
 
 
 def weighed_in_every_order(total: int) -> None:
-    share = total // raw.world()[1]
+    share = total // world.world()[1]
     truth = toys.one_device(total, 2, toys.adamw, 0.5)
     for pattern in product("sn", repeat=share - 1):
         outcome = weighed("".join(pattern), total)
@@ -135,7 +135,7 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 def seen_in_a_loop(wrap: Wrap, pattern: str, to_none: bool) -> Iterator[dict[str, Tensor]]:
     """Gradients and buffers after each reduction. 's' syncs, 'n' does not, 'z' clears, '*' changes what is there."""
-    rank, _ = raw.world()
+    rank, _ = world.world()
     module = Shared()
     model = wrap(module)
     for number, what in enumerate(pattern):
@@ -174,7 +174,7 @@ def test_without_weights_gradients_are_those_of_torchs_ddp(worlds, ranks: int) -
 
 def ranks_run_out_of_batches() -> None:
     """Rank r has 3 - r batches. With SGD: what one device does with the union of each round."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model = DataParallel(toys.Toy())
     optimizer = toys.sgd(list(model.parameters()))
     rounds = 0
@@ -205,7 +205,7 @@ def ranks_run_out_of_batches() -> None:
 
 def parameters_of_the_loss_alone() -> None:
     """Their gradients come before those of any output, from which the rows of a batch are known."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     batches = [torch.randn(1 + 4 * r, 3, dtype=torch.float64, generator=seeded(r)) for r in range(ranks)]
 
     def loss_of(model: nn.Module, module: nn.Module, x: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def parameters_of_the_loss_alone() -> None:
 
 def past_the_model_on_one_rank() -> None:
     """The other one is told why; the next step is right."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model, one = DataParallel(linear()), linear()
     one.load_state_dict(model.state_dict())
     with pytest.raises(IsogradError, match="IG550(.|\n)*IG549" if rank else "IG549"):
@@ -250,7 +250,7 @@ def seeded(number: int) -> torch.Generator:
 
 
 def names_of_a_state_dict() -> None:
-    torch.manual_seed(raw.world()[0])  # unlike, until the first rank's values are broadcast
+    torch.manual_seed(world.world()[0])  # unlike, until the first rank's values are broadcast
     plain, model = Shared(), DataParallel(Shared())
     assert list(model.state_dict()) == list(plain.state_dict())
     assert model.state_dict()._metadata == plain.state_dict()._metadata
@@ -295,7 +295,7 @@ def mean_of_rows(module: nn.Module, loss: Callable[[nn.Module, int], Tensor], ra
 
 
 def recomputed() -> None:
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
 
     def loss(model: nn.Module, rank: int) -> Tensor:
         return model(toys.micro_batch(rank, 2)[0]).square().sum()  # type: ignore[no-any-return]
@@ -310,7 +310,7 @@ def recomputed() -> None:
 
 
 def several_forwards_and_losses_and_gradients_of_inputs() -> None:
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model = DataParallel(toys.Toy())
 
     def loss(model: nn.Module, rank: int) -> Tensor:
@@ -333,7 +333,7 @@ def several_forwards_and_losses_and_gradients_of_inputs() -> None:
 def gradients_that_are_zero_still_weigh() -> None:
     """A margin that all samples keep: the first backward's weight counts although its gradient is zero everywhere.
     And a loss over no sample, NaN with its gradient, counts nothing."""
-    rank, _ = raw.world()
+    rank, _ = world.world()
     model = DataParallel(nn.Linear(3, 1, dtype=torch.float64))
     for count, slope in ((5, 0.0), (0, torch.nan), (2, 1.0 + rank)):
         with model.no_sync() if count != 2 else nullcontext():
@@ -344,7 +344,7 @@ def gradients_that_are_zero_still_weigh() -> None:
 
 def failed_backward_then_another() -> None:
     """An exception in a backward leaves nothing behind that would spoil the next."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model = DataParallel(toys.Toy(), bucket_cap_mb=1e-4)
     truth = mean_of_rows(toys.Toy(), lambda m, r: toys.loss_of(m, *toys.micro_batch(r, 2)), ranks)
     x, y = toys.micro_batch(rank, 2)
@@ -360,7 +360,7 @@ def failed_backward_then_another() -> None:
 
 
 def half_precision_is_summed_in_single() -> None:
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     for unsynced in (False, True):
         model = DataParallel(toys.Toy(torch.bfloat16))
         expected: dict[str, Tensor] = {}
@@ -383,7 +383,7 @@ def half_precision_is_summed_in_single() -> None:
 
 
 def buffers_follow_the_first_rank() -> None:
-    rank, _ = raw.world()
+    rank, _ = world.world()
     for follow in (True, False):
         model = DataParallel(Shared(), broadcast_buffers=follow)
         source = torch.Generator().manual_seed(rank)
@@ -393,7 +393,7 @@ def buffers_follow_the_first_rank() -> None:
 
 
 def an_engine_takes_over() -> None:
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     module = DataParallel(toys.Toy()).module
     engine = Engine(module, Mesh(f"dp{ranks} zero1"), toys.sgd)
     x, y = toys.micro_batch(rank, 2)
@@ -432,7 +432,7 @@ def linear() -> nn.Linear:
 
 
 def some_weighed() -> None:
-    rank, _ = raw.world()
+    rank, _ = world.world()
     model = DataParallel(linear())
     loss = model(torch.ones(2, 3)).sum()
     (model.weigh(loss, 3) if rank == 1 else loss).backward()

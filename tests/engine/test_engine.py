@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isograd.comm import raw
+from isograd.comm import raw, world
 from isograd.core.contract import assemble
 from isograd.core.mesh import DATA, Mesh
 from isograd.engine import Engine
@@ -35,7 +35,7 @@ def test_a_foreign_module_trains_as_on_one_device(worlds, ranks: int, zero: int,
 
 
 def every_stage(**options: object) -> list[toys.Outcome]:
-    ranks = raw.world()[1]
+    ranks = world.world()[1]
     return [toys.engine_run(f"dp{ranks} zero{zero}", micro_batches=8, **options) for zero in range(4)]
 
 
@@ -71,7 +71,7 @@ def test_reproducible_gives_the_same_bits_for_every_split_into_ranks_and_micro_b
 def as_on_nccl(zero: int) -> toys.Outcome:
     """With native collectives, which NCCL takes; here gloo stands in for it."""
     with native_transports():
-        return toys.engine_run(f"dp{raw.world()[1]} zero{zero}")
+        return toys.engine_run(f"dp{world.world()[1]} zero{zero}")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

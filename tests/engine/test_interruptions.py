@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import isograd as ig
 from isograd.comm import raw, threads
 from isograd.comm.launch import launch
+from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.mesh import Mesh
 from isograd.engine import norm, reducer, step_status, zero
 from isograd.engine.zero3.gather_check import GatherOrderCheck
@@ -200,7 +201,7 @@ def cut_off() -> list[str]:
         try:
             with engine.backward_context() as step:
                 if mesh.rank == 0 and not number:
-                    with raw.abort_group_on_interrupt():
+                    with abort_group_on_interrupt():
                         raise KeyboardInterrupt
                 step.backward_loss(model(x).mean(), 2)
             engine.step()
@@ -223,7 +224,7 @@ def cut_off_and_read(layout: str) -> list[str]:
         with suppress(KeyboardInterrupt, ig.IsogradError):
             engine.backward(model(torch.ones(2, 64).double()).mean(), 2)
             if mesh.rank == 1 and not number:
-                with raw.abort_group_on_interrupt():
+                with abort_group_on_interrupt():
                     raise KeyboardInterrupt
             engine.step()
     for _ in range(2):
@@ -246,7 +247,7 @@ def ctrl_c_in_a_backward() -> str:
     engine = ig.Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1), blocks=[*model])
     loss = model(torch.ones(2, 64).double()).mean()
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def hit(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isograd.comm import raw
+from isograd.comm import world
+from isograd.comm.group import Group
 from isograd.comm.handle import Handle
 from isograd.core.contract import assemble
 from isograd.core.contract_table import contracts
@@ -54,7 +55,7 @@ def joined(shards: Shards) -> ChainedOptimizer:
 
 
 def muon_at_every_stage() -> None:
-    ranks = raw.world()[1]
+    ranks = world.world()[1]
     truth = toys.one_device(12, 3, Apart, 0.5)  # type: ignore[arg-type]
     runs = [toys.engine_run(f"dp{ranks} zero{zero}", 12, 3, joined, matrices=WHOLE) for zero in range(4)]
     for run in runs:
@@ -176,7 +177,7 @@ def muon_with_lost_parts(truth: dict[str, Tensor]) -> list[bool]:
     """Whether a run differs from one device whose matrices' parts do not arrive: at the home, and back from it."""
     seen, exchange = [], by_matrix.raw.exchange
 
-    def losing(out: list[list[Tensor]], into: list[list[Tensor]], group: raw.Group) -> Handle:
+    def losing(out: list[list[Tensor]], into: list[list[Tensor]], group: Group) -> Handle:
         return exchange(out, into, group).and_then(lambda: [t.zero_() for part in into for t in part])
 
     for method in ("collect", "spread"):

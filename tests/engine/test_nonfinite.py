@@ -43,8 +43,7 @@ def skipped(zero: int) -> list[NonFiniteReport | None]:
         mine = mesh.rank == 1
         loss = model(torch.ones(4, 3) + mesh.rank, mine and fault == "backward")
         engine.backward(loss * float("inf") if mine and fault == "loss" else loss)
-        engine.step()
-        found.append(engine.nonfinite)
+        found.append(engine.step().nonfinite)
     return found
 
 
@@ -57,8 +56,8 @@ def named(zero: int, reproducible: bool) -> list[tuple[int, ...]]:
     found = []
     for bad in ((0,), (1,), (2,), (3,), ()):
         engine.backward(model(torch.ones(4, 3), mesh.rank in bad))
-        engine.step()
-        found.append(engine.nonfinite.born if engine.nonfinite else ())
+        nonfinite = engine.step().nonfinite
+        found.append(nonfinite.born if nonfinite else ())
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
 from isograd.engine import norm
 
 ALONE, CPU = Group("world", (0,), 0), torch.device("cpu")

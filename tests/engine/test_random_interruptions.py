@@ -30,7 +30,8 @@ from torch import Tensor
 
 import isograd as ig
 from isograd.checkpoint import CheckpointManager
-from isograd.comm import raw, threads
+from isograd.comm import threads
+from isograd.comm import world as comm_world
 from isograd.comm.launch import World
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
@@ -263,8 +264,8 @@ def _threads(job: tuple[Any, ...]) -> list[Found]:
 
 def _on_gloo(job: tuple[Any, ...]) -> Found:
     """In a process that may have been a rank of a world that was closed."""
-    raw.leave()
-    raw.join(*_seat(), job[-1] + ".store")
+    comm_world.leave()
+    comm_world.join(*_seat(), job[-1] + ".store")
     return trained(*job)
 
 

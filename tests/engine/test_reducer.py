@@ -43,9 +43,9 @@ def numbers(slots: list[Slot], rank: int) -> list[Tensor]:
 def there_and_back(layout: str, native: bool) -> list[str]:
     """What is wrong, on this rank, in reduced rows and in what is gathered of them."""
     mesh, wrong = Mesh(layout), list[str]()
-    group, before = mesh.group(DATA), mesh.group(DATA).handle
+    group, before = mesh.group(DATA), mesh.group(DATA).transport
     if native:
-        group.handle = Nccl(before.process_group, before.ranks, before.index)
+        group.transport = Nccl(before.process_group, before.ranks, before.index)
     try:
         for slots in slots_of(mesh):
             packing = packing_of(slots)
@@ -67,7 +67,7 @@ def there_and_back(layout: str, native: bool) -> list[str]:
                 gather_rows(packing_of([slot]), [slot.rows(exact)], [target], group).wait()
                 wrong += [] if torch.equal(target, exact) else [f"{slot.name}: gathered alone"]
     finally:
-        group.handle = before
+        group.transport = before
     return wrong
 
 

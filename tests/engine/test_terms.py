@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
@@ -22,7 +22,7 @@ WAYS = ("eager", "no_sync", "reproducible", "overlap", "step", "said")
 
 
 def every_way(accumulation: int, stages: tuple[int, ...] = (0, 1, 2, 3), ways: tuple[str, ...] = WAYS) -> list[str]:
-    ranks = raw.world()[1]
+    ranks = world.world()[1]
     truth, wrong = several.one_device(ranks * accumulation), []
     for zero in stages:
         for way in ways:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.engine import DataParallel, Engine
@@ -36,7 +36,7 @@ def value(engine: Engine) -> Tensor:
 
 def new_engine(zero: int = 1, **options: Any) -> Engine:
     model = toys.Toy()
-    return Engine(model, Mesh(f"dp{raw.world()[1]} zero{zero}"), toys.sgd, **options)
+    return Engine(model, Mesh(f"dp{world.world()[1]} zero{zero}"), toys.sgd, **options)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_wrong_terms_are_refused_by_name_and_leave_nothing_behind(worlds) -> Non
 
 def refused_together(zero: int) -> list[list[str]]:
     """For each mistake of rank 1 alone, what this rank was told; then a step without one."""
-    rank, _ = raw.world()
+    rank, _ = world.world()
     engine = new_engine(zero, overlap=False)
     told = []
 
@@ -169,7 +169,7 @@ def test_what_one_rank_does_wrong_is_refused_on_all(worlds, zero: int) -> None:
 
 def failures() -> list[str]:
     """A rank fails or discards where the others begin; then all go on."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model = several.Several()
     engine = Engine(model, Mesh(f"dp{ranks} zero1"), toys.sgd, clip=0.5)
     micros = several.micros_of(engine.mesh, 0, 2 * ranks)
@@ -208,7 +208,7 @@ def test_a_rank_that_fails_or_discards_meets_those_that_begin(worlds) -> None:
 
 def other_batches(layout: str) -> str:
     engine = new_engine_of(layout)
-    return refusal(lambda: engine.begin(lm=1 + raw.world()[0]))
+    return refusal(lambda: engine.begin(lm=1 + world.world()[0]))
 
 
 def new_engine_of(layout: str) -> Engine:

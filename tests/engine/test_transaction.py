@@ -19,7 +19,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 
 from isograd.checkpoint import CheckpointManager
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.core.mesh import DATA, Mesh
 from isograd.engine import DataParallel, Engine, validation
 from isograd.errors import EngineError, IsogradError
@@ -38,7 +38,7 @@ def refusal(run: Callable[[], object]) -> str:
 
 def engine_of(zero: int, **options: object) -> tuple[nn.Module, Engine]:
     model = toys.Toy()
-    mesh = Mesh(f"dp{raw.world()[1]} zero{zero}")
+    mesh = Mesh(f"dp{world.world()[1]} zero{zero}")
     return model, Engine(model, mesh, toys.sgd, bucket_mb=1e-4, **options)  # type: ignore[arg-type]
 
 
@@ -67,7 +67,7 @@ def assert_right(found: Iterator[tuple[str, Tensor]], ranks: int, what: str) -> 
 
 
 def failures(zero: int, who: str) -> None:
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model, engine = engine_of(zero)
     fails = who == "all" or rank == 0
     for place in range(toys.Failing.PLACES):
@@ -108,7 +108,7 @@ class Loss(nn.Module):
 
 def whole_steps(zero: int) -> None:
     """`train_step` is a whole transaction: where it fails on one rank it fails on all, and nothing is left."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model = Loss()
     engine = Engine(model, Mesh(f"dp{ranks} zero{zero}"), toys.sgd)
     batch = [toys.micro_batch(rank, 2), toys.micro_batch(rank, 4)]
@@ -155,7 +155,7 @@ def test_a_train_step_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(wor
 
 def further_backwards() -> None:
     """One rank's backward fails, and all go on with further backwards before they step."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model, engine = engine_of(1)
     if rank == 1:
         with pytest.raises(ZeroDivisionError), toys.Failing(model, 5):
@@ -177,7 +177,7 @@ def test_backwards_after_a_failure_on_another_rank_do_not_wait_for_ever(worlds) 
 
 def raised_between() -> None:
     """ZeRO 3: one rank raises after its forward and before its backward; all discard."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model, engine = engine_of(3)
     for _ in range(2):
         x, y = toys.micro_batch(rank, 2)
@@ -199,7 +199,7 @@ def test_an_exception_between_forward_and_backward_at_zero_3_is_left_by_discard(
 
 
 def by_hand() -> None:
-    _, ranks = raw.world()
+    _, ranks = world.world()
     for zero in (0, 1):
         model, engine = engine_of(zero)
         x, y = toys.micro_batch(engine.mesh.index(DATA), 2)
@@ -241,7 +241,7 @@ HANDS: dict[str, Callable[[nn.Module, Engine], object]] = {
 
 def between_backward_and_step(layout: str, who: str) -> None:
     """What hands do to `.grad` after the last backward, and what each way out of the step says to it."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     with SEEDED:
         model, expected = Loss(), truth(ranks)
     engine = Engine(model, Mesh(layout), toys.sgd, bucket_mb=1e-4)
@@ -285,7 +285,7 @@ def test_gradients_changed_by_hand_after_the_last_backward_are_refused_on_all_ra
 
 
 def wrapped() -> list[str]:
-    mesh = Mesh(f"dp{raw.world()[1]} zero1")
+    mesh = Mesh(f"dp{world.world()[1]} zero1")
     ddp = DistributedDataParallel(nn.Linear(3, 1))
     said = [refusal(lambda: Engine(ddp, mesh, toys.sgd)), refusal(lambda: DataParallel(nn.Sequential(ddp)))]
     return [*said, refusal(lambda: Engine(DataParallel(nn.Linear(3, 1)), mesh, toys.sgd))]
@@ -336,7 +336,7 @@ def test_a_half_precision_loss_whose_gradient_goes_elsewhere_is_refused(
 
 
 def odd_losses() -> None:
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model, engine = engine_of(1)
     x, y = toys.micro_batch(rank, 2)
     engine.backward(toys.loss_of(model, x, y).reshape(1), weight=torch.tensor([len(x)]))  # A17: shape (1,)
@@ -366,7 +366,7 @@ def test_losses_of_other_shapes_wrong_weights_and_two_engines(worlds) -> None:
 
 
 def unequal() -> None:
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model, engine = engine_of(1)
     for _ in range(1 + rank):
         one_backward(model, engine)
@@ -382,7 +382,7 @@ def test_unequal_numbers_of_synced_backwards_are_refused_by_name(worlds) -> None
 
 
 def changed_on_one_rank() -> str:
-    rank, _ = raw.world()
+    rank, _ = world.world()
     model, engine = engine_of(1)
     one_backward(model, engine)
     if rank == 1:
@@ -411,7 +411,7 @@ class Two(nn.Module):
 
 def two_optimizers() -> None:
     """Each clears its own parameters, in turn."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model = DataParallel(Two())
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in (model.module.a, model.module.b)]
     inputs = [torch.randn(2 + r, 3, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in range(2)]
@@ -435,7 +435,7 @@ def test_two_optimizers_that_each_clear_their_own(worlds) -> None:
 
 def behind_a_gather() -> None:
     """A loss of this rank's rows against the features of all ranks, gathered with their gradient."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     rows = (3, 5)
     inputs = [torch.randn(5, 3, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in range(ranks)]
 
@@ -492,7 +492,7 @@ def test_a_backward_has_one_weight(worlds) -> None:
 
 def accumulated_rows() -> None:
     """Uneven micro-batches under no_sync, each loss divided by their number, as loops do."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model, plain = DataParallel(Two()), Two()
     sizes = [[2, 5, 1], [4, 3, 6]]
     source = torch.Generator().manual_seed(7)
@@ -524,7 +524,7 @@ def test_half_precision_accumulates_in_single(worlds) -> None:
 
 
 def failed_on_one_rank() -> str:
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     model = DataParallel(toys.Toy(), bucket_cap_mb=1e-4)
     assert model.require_backward_grad_sync  # accelerate reads it
     with model.no_sync():
@@ -574,7 +574,7 @@ def test_a_mean_over_nothing_whose_weight_is_not_looked_at_adds_nothing(worlds) 
 
 def handlers_that_discard(zero: int | None, way: str) -> tuple[list[str], list[str]]:
     """A step fails on rank 1; every rank's handler discards, twice. (errors, names of gradients that are wrong)"""
-    rank, errors, wrong = raw.world()[0], [], []
+    rank, errors, wrong = world.world()[0], [], []
     if zero is None:
         model: nn.Module = DataParallel(toys.Toy())
         engine = None
@@ -756,7 +756,7 @@ def cleared_before_the_others_hear(to_none: bool) -> list[str]:
     """Micro-batch 1 is reduced; the backward of micro-batch 2 raises on rank 1; both ranks clear, and train on."""
     model = DataParallel(toys.Toy())
     optimizer = toys.sgd(list(model.parameters()))
-    rank = raw.world()[0]
+    rank = world.world()[0]
 
     def backward(index: int, fail: bool = False) -> None:
         x, y = toys.micro_batch(rank, index)

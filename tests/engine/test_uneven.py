@@ -11,7 +11,7 @@ from copy import deepcopy
 
 import pytest
 
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import EngineError
@@ -24,7 +24,7 @@ SEEDED = threading.Lock()  # ranks that are threads share torch's generator
 
 def refused_then_new(layout: str, counts: tuple[int, ...], run: Callable[[Engine, Loss, int], object]) -> list[str]:
     """The codes with which uneven numbers are refused on this rank, twice, each time with a new engine."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     with SEEDED:
         first, expected = Loss(), truth(ranks)
     said = []

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isograd.comm import raw
+from isograd.comm.record import recording
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.engine.plan import cut_rows
@@ -269,7 +269,7 @@ def bytes_of_a_step(layout: str, options: dict[str, Any]) -> tuple[int, int]:
     engine = Engine(model, mesh, toys.sgd, bucket_mb=0.2, **options)
     x = torch.randn(5, 320)
     for _ in ("the first forward shows which block is the last", "this is counted"):
-        with raw.recording() as record:
+        with recording() as record:
             for _ in range(3):
                 engine.backward(model(x).square().mean(), weight=5)
     sent = sum(entry.bytes for entry in record.entries if not entry.control)
@@ -412,7 +412,7 @@ def half(layout: str, keep_gathered: bool) -> tuple[dict[str, Tensor], set[torch
     seen: set[torch.dtype] = set()
     for step in range(2):
         x, y = toys.micro_batch(step, mesh.rank + 2)
-        with raw.recording() as record:
+        with recording() as record:
             output = model(x.bfloat16())["output"]
         sent = [messages for entry in record.entries if not entry.control for messages in entry.sent]
         seen.update(message.dtype for messages in sent for message in messages)

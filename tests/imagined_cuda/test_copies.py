@@ -16,6 +16,7 @@ def copied(layout: str) -> tuple[int, dict[int, int], dict[int, bool]]:
     from isograd import Engine, Mesh
     from isograd.comm import raw
     from isograd.comm.consensus import all_gather_object
+    from isograd.comm.record import recording
     from isograd.elastic.copies import Copies
     from isograd.models import Transformer
 
@@ -24,7 +25,7 @@ def copied(layout: str) -> tuple[int, dict[int, int], dict[int, bool]]:
     socket.gethostname = lambda: f"host{mesh.rank}"
     engine = Engine(Transformer(config, mesh).to(mesh.device), mesh, cases.sgd, bucket_mb=0.01)
     copies = Copies(engine, "run", {})
-    with raw.recording() as record:
+    with recording() as record:
         for step in (1, 2):
             tokens, labels, _ = (t.to(mesh.device) for t in cases.micro_batch(config, step, mesh.index("dp"), 4))
             engine.accumulate([{"tokens": tokens, "labels": labels}])

@@ -68,7 +68,7 @@ def trained(layout: str, kind: str, by_card: bool, pipelined: bool) -> tuple[lis
             try:
                 stats = engine.step()
                 said = "skipped" if stats.skipped else f"{stats.loss:.15g} {stats.grad_norm:.15g}"
-                said += f" {engine.nonfinite}" if stats.skipped else ""
+                said += f" {stats.nonfinite}" if stats.skipped else ""
             except Exception as error:
                 said = str(error).split()[0]
             after = bits()

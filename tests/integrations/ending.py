@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 
 PLACES = ("loss", "callback", "loader")
 LAYOUTS = (None, "zero1", "zero3")
@@ -35,7 +35,7 @@ class Halt(Exception):
 
 def fault(place: str, at: str, failing: int, step: int) -> None:
     """Raises in the second step of one rank."""
-    if place == at and raw.world()[0] == failing and step == 1:
+    if place == at and world.world()[0] == failing and step == 1:
         raise Halt(f"a bad {place}")
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 
 from .worlds import as_torchrun_starts_it
 
@@ -54,7 +54,7 @@ Parts = tuple[Any, Any, Any]  # an accelerator, a model and its optimizer
 
 def made(layout: str | None = None) -> Parts:
     accelerator = ig.integrations.Accelerator(
-        gradient_accumulation_steps=MICROS // raw.world()[1], **({} if layout is None else {"layout": layout})
+        gradient_accumulation_steps=MICROS // world.world()[1], **({} if layout is None else {"layout": layout})
     )
     accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
     model = net()
@@ -63,7 +63,7 @@ def made(layout: str | None = None) -> Parts:
 
 def loop(parts: Parts, weighed: bool, first: int = 0) -> Iterator[Parts]:
     """The loop of accelerate's documentation; its data are dealt out by rank. Yields after each step."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     accelerator, model, optimizer = parts
     for step in range(first, STEPS):
         for number in range(rank, MICROS, ranks):
@@ -275,7 +275,7 @@ def scripts() -> list[str]:
     kind = ig.integrations.Accelerator
     with mock.patch.object(test_sync, "Accelerator", kind), mock.patch.object(test_script, "Accelerator", kind):
         calls: list[tuple[Any, tuple[Any, ...]]] = [(test_sync.test_dataloader_break, ())]
-        if raw.world()[1] > 1:
+        if world.world()[1] > 1:
             calls += [(lambda: test_sync.test_distributed_sync(kind()), ())]
             calls += [(lambda: test_sync.test_distributed_sync_multiple_fwd(kind()), ())]
             for function in (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.errors import IsogradError
 from isograd.hf.force_fp64 import ForceFP64
 
@@ -25,7 +25,7 @@ class SequenceGroups:
         return 2
 
     def get_sequence_parallel_rank(self) -> int:
-        return raw.world()[0] % 2
+        return world.world()[0] % 2
 
 
 class TensorGroups:
@@ -35,7 +35,7 @@ class TensorGroups:
         return 2
 
     def get_tensor_model_parallel_rank(self) -> int:
-        return raw.world()[0] % 2
+        return world.world()[0] % 2
 
 
 WAYS: dict[
@@ -52,13 +52,13 @@ def by_deepspeed(stage: int, accumulation: int, way: str, kind: str = "llama") -
     """A loop of DeepSpeed's: `engine(**batch)` and `engine.backward(output.loss)`. way: one of these, or a layout."""
     size, given = WAYS.get(way, ({}, {"layout": way}))
     if way == "mesh_param":
-        given = {"mesh_param": (raw.world()[1] // 2, 2)}
+        given = {"mesh_param": (world.world()[1] // 2, 2)}
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage},
     }  # fmt: skip
     shared = 1 if "ep" in way else 2
-    rows = Rows(raw.world()[1] // shared * accumulation)
+    rows = Rows(world.world()[1] // shared * accumulation)
     whole = model(kind)
     if stage > 1:
         given = given | {"model_parameters": whole.parameters()}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.errors import IsogradError
 from isograd.hf.force_fp64 import ForceFP64
 
@@ -83,7 +83,7 @@ class Net(lightning.LightningModule):
 
 def trainer(layout: str, folder: str, accumulation: int, **given: Any) -> Any:
     standard: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    standard |= {"enable_model_summary": False, "accelerator": "cpu", "devices": raw.world()[1], "max_steps": 1}
+    standard |= {"enable_model_summary": False, "accelerator": "cpu", "devices": world.world()[1], "max_steps": 1}
     standard |= {"accumulate_grad_batches": accumulation, "num_sanity_val_steps": 0, "default_root_dir": folder}
     return lightning.Trainer(strategy=ig.integrations.LightningStrategy(layout), **(standard | given))
 

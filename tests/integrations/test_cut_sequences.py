@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.errors import IntegrationError, IsogradError
 from isograd.hf.force_fp64 import ForceFP64
 from isograd.integrations.world import layout_of_parallelism
@@ -99,7 +99,7 @@ def by_the_trainer(
             def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
                 seen.update({name: g.clone() for name, g in found.engine.grads().items()})
 
-        ranks = raw.world()[1]
+        ranks = world.world()[1]
         shared = 2 if parallelism or any(axis in str(layout) for axis in ("cp2", "tp2", "pp2")) else 1
         data = ranks // shared if ranks > 1 else 1
         given = model() if source is None else ig.hf.load(source, ig.Mesh(layout), prove=False, dtype=torch.float64)
@@ -371,7 +371,7 @@ def refused() -> dict[str, str]:
                 said[what] = f"{error.code} {error.seen}"
         unlike = model()
         with torch.no_grad():
-            unlike.lm_head.weight += raw.world()[0]
+            unlike.lm_head.weight += world.world()[0]
         for what, given in (("unlike", unlike), ("foreign", torch.nn.Linear(2, 2))):
             try:
                 ig.integrations.trainer(Trainer, "tp2")(given, arguments(folder, 1, 1))

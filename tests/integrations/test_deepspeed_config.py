@@ -41,6 +41,7 @@ def test_a_usual_config_becomes_one_that_a_run_reads(tmp_path: Path, capsys: pyt
     assert main(["config", "from", str(source), str(file)]) == 0
     config = load(file).config
     assert (config.layout, config.batch, config.micro_batches, config.steps) == ("dp8 zero3", 64, 2, 2000)
+    assert config.accumulate == "sharded"
     assert (config.model.dtype, config.log.wandb) == ("bf16", "mine")
     made = config.optimizer
     assert (made.lr, made.min_lr, made.warmup, made.schedule) == (3e-5, pytest.approx(3e-6), 100, "cosine")
@@ -54,6 +55,7 @@ def test_a_usual_config_becomes_one_that_a_run_reads(tmp_path: Path, capsys: pyt
 def test_what_the_file_leaves_out_is_as_deepspeed_has_it() -> None:
     config, rows = convert({"train_micro_batch_size_per_gpu": 2}, 4)
     assert (config["layout"], config["batch"], config["micro_batches"]) == ("dp4", 8, 1)
+    assert config["accumulate"] == "local"
     assert config["optimizer"]["betas"] == [0.9, 0.999]
     assert (config["optimizer"]["clip"], config["optimizer"]["schedule"]) == (None, "constant")
     assert [row.key for row in rows if row.fate == "open"] == ["optimizer"]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.integrations.deepspeed import settings
 
 IGNORED, CLASSES, MICROS, STEPS = -100, 5, 4, 4
@@ -51,7 +51,7 @@ def micro(step: int, number: int) -> tuple[Tensor, Tensor]:
 
 def train(engine: Any, weighed: bool, steps: range) -> list[Any]:
     """The loop of DeepSpeed's documentation; its data are dealt out by rank. What it saw in each step."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     seen = []
     for step in steps:
         for number in range(rank, MICROS, ranks):
@@ -67,7 +67,7 @@ def train(engine: Any, weighed: bool, steps: range) -> list[Any]:
 
 
 def made(stage: int, **more: Any) -> Any:
-    config = CONFIG | {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": MICROS // raw.world()[1]}
+    config = CONFIG | {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": MICROS // world.world()[1]}
     return ig.integrations.deepspeed.initialize(model=Net(), config=config | more)
 
 
@@ -194,7 +194,7 @@ def saves_alone() -> tuple[str, str]:
     rows, labels = micro(0, 1)
     said = ""
     try:
-        if raw.world()[0] == 0:
+        if world.world()[0] == 0:
             engine.save_checkpoint(tempfile.mkdtemp())
         else:
             train(engine, True, range(1))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isograd.comm import raw
+from isograd.comm import raw, world
 from isograd.core.mesh import Mesh
 
 from . import toys
@@ -90,7 +90,7 @@ def factors() -> dict[str, dict[Place, float]]:
 
     from .test_trl import texts, tokenizer
 
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     found: dict[str, dict[Place, float]] = {}
     with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as scratch:
         group = Mesh(f"dp{ranks}").group("world")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 
 from .worlds import as_lightning_finds_it, as_torchrun_starts_it
 
@@ -37,7 +37,7 @@ class Fault:
     """Raises once, in the place where it is to, in one micro-batch of one step."""
 
     def __init__(self, place: str, micro: int) -> None:
-        self.rank, ranks = raw.world()
+        self.rank, ranks = world.world()
         self.place = place if self.rank == FAILING % ranks else ""
         self.at, self.now = (LATE, micro), (-1, -1)
 
@@ -117,7 +117,7 @@ def over_steps(
 ) -> list[str]:
     """A loop whose handler drops the step on every rank, and goes on. It ends where no step can be right: all ranks
     learn in an engine's step that an optimizer has raised, and without one in the next backward."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     said = []
     for step in range(STEPS):
         said.append("")
@@ -160,7 +160,7 @@ def by_accelerate(fault: Fault, layout: str) -> Trained:
 
 def by_deepspeed(fault: Fault, stage: int) -> Trained:
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
-    config |= {"gradient_accumulation_steps": MICROS // raw.world()[1], "zero_allow_untested_optimizer": True}
+    config |= {"gradient_accumulation_steps": MICROS // world.world()[1], "zero_allow_untested_optimizer": True}
     model = Net(fault)
     engine, *_ = ig.integrations.deepspeed.initialize(model=model, optimizer=sgd(model, fault), config=config)
 
@@ -210,7 +210,7 @@ INTEGRATIONS: dict[str, Callable[[Fault], Trained]] = {
 
 
 def faults(integration: str) -> list[tuple[str, Trained]]:
-    ranks = raw.world()[1]
+    ranks = world.world()[1]
     places = [(place, micro) for place in PLACES[:3] for micro in range(MICROS // ranks)] + [("optimizer", 0)]
     found = []
     for place, number in places:

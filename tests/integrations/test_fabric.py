@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.comm.device import device
 
 from .worlds import as_lightning_finds_it
@@ -56,7 +56,7 @@ def made(layout: str | None, **given: Any) -> tuple[Any, Any, Any, Any]:
 def train(made: tuple[Any, Any, Any, Any], weighed: bool, steps: range) -> list[float]:
     """The loop of Fabric's documentation. The norms that clip_gradients gave."""
     fabric, model, optimizer, plan = made
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     norms = []
     for step in steps:
         for number in range(rank, MICROS, ranks):

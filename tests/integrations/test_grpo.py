@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 
 from . import toys
 from .worlds import as_torchrun_starts_it
@@ -28,7 +28,7 @@ def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     """The same completions however many ranks share a generation; of very different lengths; in one of five
     no token counts."""
     made, counts = [], []
-    for place, prompt in enumerate(prompts, raw.world()[0] * len(prompts)):
+    for place, prompt in enumerate(prompts, world.world()[0] * len(prompts)):
         number = int(prompt.split()[0][1:]) + 3 * (place % OF_A_PROMPT)
         length = 1 + number * number % LONGEST
         made.append([3 + (number * 5 + token) % (toys.VOCAB - 3) for token in range(length)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 
 from . import toys
 from .test_grpo import alike, on, trained
@@ -128,7 +128,7 @@ class StandsForVllm:
     def generate(self, prompts: list[list[int]], **_: Any) -> tuple[Any, ...]:
         """Completions that depend on the weights sent, in their log probabilities."""
         completions = []
-        for place, prompt in enumerate(prompts, raw.world()[0] * len(prompts)):
+        for place, prompt in enumerate(prompts, world.world()[0] * len(prompts)):
             number = prompt[0] + 3 * (place % 2)
             completions.append([3 + (number * 5 + token) % (toys.VOCAB - 3) for token in range(1 + number**2 % 6)])
         told = [[[-3.5 - self.sent / 1e4 - token % 5 / 5] for token in ids] for ids in completions]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.comm.device import device
 
 from .worlds import as_lightning_finds_it
@@ -67,7 +67,7 @@ def fit(
     **given: Any,
 ) -> Any:  # fmt: skip
     """first: the micro-batch to begin with, as a loader does that resumes where its run was cut."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     data = [micro((first + number) % (STEPS * MICROS)) for number in range(rank, STEPS * MICROS, ranks)]
     standard: dict[str, Any] = {"max_steps": STEPS, "gradient_clip_val": 0.1, "logger": False}
     standard |= {
@@ -135,7 +135,7 @@ def saved(folder: str) -> list[Any]:
         def configure_gradient_clipping(self, *_: Any, **__: Any) -> None: ...
 
     trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=False)
-    if raw.world()[0] == 0:
+    if world.world()[0] == 0:
         shutil.rmtree(f"{folder}/weights.ckpt.isograd")
     trainer.strategy.barrier()
     for given in (

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 
 from . import toys
 from .worlds import as_torchrun_starts_it
@@ -31,7 +31,7 @@ def through_the_door(
     """A Trainer of `ig.integrations.trainer`, in a rank."""
     from transformers import Trainer
 
-    ranks = raw.world()[1]
+    ranks = world.world()[1]
     made_class = ig.integrations.trainer(Trainer, layout)
     return made_class(toys.model(kind), toys.arguments(folder, 2, ranks, **given), train_dataset=toys.Rows(), **options)
 
@@ -197,7 +197,7 @@ def failing() -> list[Any]:
     fault: dict[str, Any] = {"raises": False, "nan": False}
 
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        here = raw.world()[0] == 1 and found.state.global_step == 1
+        here = world.world()[0] == 1 and found.state.global_step == 1
         if here and fault["raises"]:
             raise ValueError("a bad row")
         return toys.exact(outputs, labels, num_items_in_batch) * (float("nan") if here and fault["nan"] else 1.0)
@@ -386,7 +386,7 @@ from tests.integrations import toys
 
 class Fails(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
-        if raw.world()[0] == 1 and state.global_step == 1:
+        if world.world()[0] == 1 and state.global_step == 1:
             raise ValueError("a bad callback")
 
 made_class = ig.integrations.trainer(Trainer)

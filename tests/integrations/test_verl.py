@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.errors import IsogradError
 
 pytest.importorskip("verl")
@@ -53,7 +53,7 @@ def batch(step: int) -> Any:
     """This rank's sequences, as verl's trainer deals them out."""
     from verl.utils import tensordict_utils as tu
 
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     mine = sequences(step)[rank::ranks]
     tokens, masks = (torch.nested.as_nested_tensor([row[i] for row in mine], layout=torch.jagged) for i in (0, 1))
     return tu.get_tensordict(
@@ -102,7 +102,7 @@ def trained(layout: str, theirs: bool, folder: Path) -> Any:
     with engine.eval_mode():
         looked = engine.infer_batch(batch(0))["model_output"]
     weights, adapter = engine.get_per_tensor_param()
-    assert adapter is None and engine.get_data_parallel_size() == raw.world()[1]
+    assert adapter is None and engine.get_data_parallel_size() == world.world()[1]
     return seen, dict(weights), {name: [row.clone() for row in value.unbind()] for name, value in looked.items()}
 
 
@@ -150,7 +150,7 @@ def failing(layout: str, ranks_that_fail: list[int]) -> tuple[str, dict[str, Ten
 
     def loss(**given: Any) -> Any:
         calls.append(1)
-        if len(calls) == 4 and raw.world()[0] in ranks_that_fail:  # two micro-batches in a step
+        if len(calls) == 4 and world.world()[0] in ranks_that_fail:  # two micro-batches in a step
             raise ValueError("a bad row")
         return weighed(**given)
 
@@ -205,7 +205,7 @@ def refused(folder: Path) -> list[str]:
         said.append(error.value.code)
 
     def first_counts(data: Any) -> None:
-        if raw.world()[0] == 0:
+        if world.world()[0] == 0:
             data["loss_mask"].values()[0] = 1
 
     def padded(data: Any) -> None:

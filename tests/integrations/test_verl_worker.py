@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.errors import IsogradError
 
 pytest.importorskip("verl")
@@ -55,7 +55,7 @@ def batch(step: int, **settings: Any) -> Any:
     """This rank's sequences, as verl's trainer sends them."""
     from verl.utils import tensordict_utils as tu
 
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     mine = rows(step)[rank::ranks]
     prompts = PROMPTS[rank::ranks]
 
@@ -142,7 +142,7 @@ def critic(model: str, layout: str) -> dict[str, Any]:
     from verl.workers.config import CriticConfig
     from verl.workers.utils.losses import value_loss
 
-    torch.manual_seed(raw.world()[0])  # of a head that would be drawn
+    torch.manual_seed(world.world()[0])  # of a head that would be drawn
     ours = worker("value_model", model, layout, optim={"lr_warmup_steps": 0})  # the schedule moves at its end
     ours.set_loss_fn(partial(value_loss, CriticConfig(strategy="isograd", ppo_micro_batch_size_per_gpu=1)))
     metrics = said(ours.train_mini_batch(batch(0, num_mini_batch=1, epochs=2, update_lr_scheduler=None)))

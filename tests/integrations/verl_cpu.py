@@ -13,7 +13,7 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import set_platform
 
-from isograd.comm import raw
+from isograd.comm import world
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -72,9 +72,9 @@ class CPU(PlatformBase):  # type: ignore[misc]
 def as_a_worker(folder: str) -> Iterator[tuple[int, int]]:
     """(rank, ranks) of what verl's launcher starts, whose world is there already."""
     set_platform(CPU())
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     if ranks == 1:
-        raw.join(0, 1, folder)
+        world.join(0, 1, folder)
     told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
@@ -82,4 +82,4 @@ def as_a_worker(folder: str) -> Iterator[tuple[int, int]]:
             yield rank, ranks
         finally:
             if ranks == 1:
-                raw.leave()
+                world.leave()

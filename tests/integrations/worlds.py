@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.comm.device import device
 
 
@@ -16,7 +16,7 @@ def as_torchrun_starts_it() -> Iterator[tuple[int, int]]:
     """(rank, ranks); accelerate's state is made anew, before and after."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     on_cards = device().type == "cuda"  # of tests/imagined_cuda, whose ranks have torchrun's variables
     told: dict[str, object] = {} if on_cards else {"ACCELERATE_USE_CPU": "true"}
     if ranks > 1 and not on_cards:
@@ -39,7 +39,7 @@ def as_torchrun_starts_it() -> Iterator[tuple[int, int]]:
 @contextmanager
 def as_lightning_finds_it() -> Iterator[tuple[int, int]]:
     """(rank, ranks); for Lightning, which knows torchrun by these."""
-    rank, ranks = raw.world()
+    rank, ranks = world.world()
     told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     told |= {"GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1"}
     told["MASTER_PORT"] = os.environ.get("MASTER_PORT", "1")  # in a world of the tests' own it is there already

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isograd.comm import raw
-from isograd.comm.raw import even_sizes
+from isograd.comm.group import even_sizes
 from isograd.core import rng
 from isograd.core.contract import assemble
 from isograd.core.contract_table import contracts

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd.comm import ops, raw
+from isograd.comm.group import even_sizes
 from isograd.core import rng
 from isograd.core.contract import assemble
 from isograd.core.contract_table import contracts
@@ -62,7 +63,7 @@ class ColumnAlone(nn.Module):
         self.mesh, self.inner = mesh, ColumnLinear(HIDDEN, 19, mesh, key=KEY, bias=True, **F64)
 
     def forward(self, x: Tensor) -> Tensor:
-        sizes = list(raw.even_sizes(19, self.mesh.size("tp")))
+        sizes = list(even_sizes(19, self.mesh.size("tp")))
         return ops.gather_for_identical_use(self.inner(gather_tokens(x, self.mesh)), self.mesh.group("tp"), 1, sizes)
 
 

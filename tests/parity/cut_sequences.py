@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from isograd.comm import raw
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
+from isograd.comm.handle import Handle
 
 Broken = Callable[..., Any]
 
@@ -19,7 +19,7 @@ def exchange_ways() -> dict[str, Callable[[Broken], Broken]]:
     """Of blocks that are sent to other members: (out, into, group, tag) -> a handle."""
 
     def landed(f: Broken, change: Callable[[torch.Tensor], torch.Tensor]) -> Broken:
-        def broken(out: Any, into: Any, group: Group, *tag: int) -> raw.Handle:
+        def broken(out: Any, into: Any, group: Group, *tag: int) -> Handle:
             flight = f(out, into, group, *tag)
 
             def finish() -> None:
@@ -27,7 +27,7 @@ def exchange_ways() -> dict[str, Callable[[Broken], Broken]]:
                 for t in (t for pieces in into for t in pieces):
                     t.copy_(change(t))
 
-            return raw.Handle().and_then(finish)
+            return Handle().and_then(finish)
 
         return broken
 

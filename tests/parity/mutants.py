@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 import isograd
-from isograd.comm import raw
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
+from isograd.comm.handle import Handle
 from isograd.core.contract import Contract
 from isograd.core.mesh import Mesh
 
@@ -35,11 +35,7 @@ SOURCE = Path(isograd.__file__).parent
 SEARCHED = ("engine", "nn", "sequence", "pipeline", "core/contract.py", "core/step_counters.py", "comm/ops.py")
 
 PLAIN = (
-    "raw.even_sizes",
     "raw.is_nccl",
-    "raw.leave",
-    "raw.reserve_tags",
-    "raw.abort_group_on_interrupt",
     "raw.wait_at_most",
     "raw.to_host",
     "ops.uncompiled",
@@ -47,7 +43,6 @@ PLAIN = (
 
 # Calls that move no gradient, weight or norm, each with the reason why no mutant is owed.
 EXEMPT = {
-    "engine/data_parallel.py:__init__:raw.world": "the size of the world: a wrong one cannot make a mesh",
     "engine/muon.py:_exchange:raw.exchange": "no case has Muon: tests/engine/test_muon.py loses what it brings",
     "engine/validation.py:most_trained:raw.gather_list": "compares counts at start: tests/pipeline/test_refusals.py",
     "engine/step_status.py:used_anywhere:raw.all_reduce": "a tie that some stages do not use: tests/pipeline",
@@ -188,10 +183,10 @@ def _reduction_ways() -> dict[str, Callable[[Broken], Broken]]:
     }
 
 
-def _nothing_gathered(*_: Any, alloc: Sequence[Callable[[], None]] = (), **__: Any) -> raw.Handle:
+def _nothing_gathered(*_: Any, alloc: Sequence[Callable[[], None]] = (), **__: Any) -> Handle:
     for give in alloc:
         give()
-    return raw.Handle()
+    return Handle()
 
 
 def ways(site: Site) -> dict[str, Callable[[Broken], Broken]]:

@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 import torch
 
-from isograd.comm.raw import Group, Handle
+from isograd.comm.group import Group
+from isograd.comm.handle import Handle
 
 from .regrouped import MESH
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from isograd.comm import raw
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
+from isograd.comm.handle import Handle
 from isograd.core.mesh import Mesh
 
 Broken = Callable[..., Any]
@@ -77,7 +78,7 @@ def _values_of_others(y: torch.Tensor, group: Group) -> torch.Tensor:
     return y + (others[(_other_group(group).index + 1) % len(others)] - y).detach()
 
 
-def _messages_of_others(out: Any, into: Any, group: Group, *_: Any) -> raw.Handle:
+def _messages_of_others(out: Any, into: Any, group: Group, *_: Any) -> Handle:
     """The next member of the wrong group sends what the right group's member should have sent."""
     sent = [t.reshape(-1) for pieces in out for t in pieces]
     targets = [t for pieces in into for t in pieces]
@@ -86,7 +87,7 @@ def _messages_of_others(out: Any, into: Any, group: Group, *_: Any) -> raw.Handl
         arrived = others[(_other_group(group).index + 1) % len(others)]
         for t in targets:
             t.copy_(arrived.repeat(-(-t.numel() // len(arrived)))[: t.numel()].view(t.shape))
-    return raw.Handle()
+    return Handle()
 
 
 class Landed:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from isograd.comm import raw
+from isograd.comm import world as comm_world
 from isograd.comm import world as place
 from isograd.comm.launch import World
 from isograd.comm.transport import Nccl
@@ -105,7 +106,7 @@ def nccl() -> Iterator[Communicators]:
     """The rules, for the groups of pipelines; the rest of the engine has gloo."""
     Communicators.serial += 1
     here, before, made = Communicators(), dict(place.process.made), []
-    make_process_group, make_group = place._new_process_group, raw.new_group
+    make_process_group, make_group = place._new_process_group, comm_world.new_group
 
     def new_process_group(purpose: str, ranks: tuple[int, ...], index: int) -> Any:
         made.append(pg := make_process_group(f"{purpose} {here.serial}", ranks, index))
@@ -116,7 +117,7 @@ def nccl() -> Iterator[Communicators]:
     def new_group(axes: str, ranks: tuple[int, ...], *more: Any) -> Any:
         group = make_group(axes, ranks, *more)
         if axes == "pp" and group.size > 1:
-            group.handle = Nccl(group.handle.process_group, group.handle.ranks, group.handle.index)
+            group.transport = Nccl(group.transport.process_group, group.transport.ranks, group.transport.index)
         return group
 
     def batch(ops: list[dist.P2POp]) -> list[Posted]:
@@ -129,7 +130,7 @@ def nccl() -> Iterator[Communicators]:
         for where, name, value in (
             (dist, "batch_isend_irecv", batch),
             (place, "_new_process_group", new_process_group),
-            (raw, "new_group", new_group),
+            (comm_world, "new_group", new_group),
             (place, "_card", lambda backend: torch.device("cuda", 0)),
         ):
             stack.enter_context(patch.object(where, name, value))

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from isograd.comm import raw
+from isograd.comm import world as comm_world
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import IsogradError
@@ -300,17 +301,17 @@ def fail_in_turn(directory: str) -> list[str]:
     rank, said = int(os.environ["RANK"]), []
 
     def join_anew(number: int) -> None:
-        raw.leave()
+        comm_world.leave()
         place = os.path.join(directory, str(number))
         os.makedirs(place, exist_ok=True)
-        raw.join(rank, 4, place)
+        comm_world.join(rank, 4, place)
 
     for number, (layout, middle) in enumerate(FAILURES):
         join_anew(number)
         said.append(told(step_with, layout, middle))
     join_anew(len(FAILURES))
     group = Mesh("dp4").group("dp")
-    raw.leave()
+    comm_world.leave()
     said.append(told(raw.all_reduce, torch.ones(1), group))
     return said
 

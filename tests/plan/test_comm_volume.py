@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,9 +11,9 @@ import pytest
 import torch
 
 import isograd as ig
-from isograd.comm import fake, raw
+from isograd.comm import fake
 from isograd.comm.handle import Handle
-from isograd.comm.record import Entry
+from isograd.comm.record import Entry, recording
 from isograd.core.contract_table import contracts
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
@@ -36,7 +38,7 @@ def work_of(options: dict[str, Any], layout: Layout, recompute: bool | str = Fal
 
 
 def recorded(
-    options: dict[str, Any], layout: Layout, recompute: bool | str, micro: int = MICRO
+    options: dict[str, Any], layout: Layout, recompute: bool | str, micro: int = MICRO, **given: Any
 ) -> dict[int, list[Entry]]:
     """What ranks of an imagined world send as data in their second step: every pipeline
     stage of the last column, and the first rank."""
@@ -44,11 +46,11 @@ def recorded(
     ranks = layout.ranks("pp", layout.world_size - 1) if layout.pp > 1 else (0, layout.world_size - 1)
 
     def step(rank: int) -> list[Entry]:
-        with raw.recording() as record:
+        with recording() as record:
             mesh = Mesh.imagine(layout, rank, world)
             model = ig.models.Transformer(TransformerConfig.from_dict(options), mesh, dtype=torch.bfloat16)
             model.recompute = recompute
-            engine = ig.Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, lr=1e-3), clip=1.0)
+            engine = ig.Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, lr=1e-3), clip=1.0, **given)
             tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
             engine.train_step((tokens, tokens), micro)  # ZeRO 3 learns the order of blocks
             before = len(record.entries)
@@ -92,6 +94,17 @@ def test_bytes_in_closed_form_are_those_of_an_imagined_rank(layout: str, options
         padding = 2e-4 if described.dp * described.cp > 1 and options.get("qk_norm") else 0.0
         found = sent(work, described, described.coordinates(rank))
         assert found == pytest.approx(bytes_by, rel=padding, abs=0), f"rank {rank}"
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero0", "dp2 zero2", "dp2 tp2 sp zero3"])
+def test_bytes_of_gradients_that_leave_with_each_micro_batch(layout: str) -> None:
+    described = Layout.parse(layout)
+    work = replace(work_of(LLAMA, described), accumulate="sharded")
+    for rank, entries in recorded(LLAMA, described, recompute=False, accumulate="sharded").items():
+        bytes_by = Counter[str]()
+        for entry in entries:
+            bytes_by[entry.axes] += entry.bytes
+        assert sent(work, described, described.coordinates(rank)) == +bytes_by
 
 
 @pytest.mark.parametrize("layout", ["dp2 zero0", "dp2 zero1", "dp2 tp2 sp zero2"])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from isograd.comm import fake, raw
-from isograd.comm.record import Entry
+from isograd.comm import fake
+from isograd.comm.record import Entry, recording
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
@@ -41,7 +41,7 @@ def engine(mesh: Mesh, device: str | None = None) -> Engine:
 
 def recorded(mesh: Mesh) -> list[Entry]:
     """What a rank sends in a step whose tokens choose experts evenly."""
-    with raw.recording() as record:
+    with recording() as record:
         made = engine(mesh)
         for module in made.model.modules():
             if isinstance(module, MoE):

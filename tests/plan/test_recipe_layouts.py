@@ -35,6 +35,7 @@ def lines(name: str) -> list[str]:
             recompute = {"none": "false", "full": "true"}.get(one.work.recompute, "selective")
             layout = "dp1" if count == 1 else one.layout
             what = f"{layout}, micro_batches {one.work.micro_batches}, recompute {recompute}"
+            what += f", accumulate {one.work.accumulate}" * (one.work.reductions > 1)
             what += f": {one.memory.total / 1e9:.0f} GB"
         said.append(f"#   {count:>2} H100: {what}")
     return said

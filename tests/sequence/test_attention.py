@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import ops, raw
+from isograd.comm.group import even_sizes
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
@@ -155,7 +156,7 @@ def test_each_element_of_the_middle_is_where_it_should_be(worlds, heads: tuple[i
     """Rank r has the next heads / 3 query heads over all places in order, and with each its own key and value head."""
     first, share = 0, heads[0] // heads[1]
     for rank, (q, k, v) in enumerate(worlds(3).run(middle, heads, layout_of_dims)):
-        count = raw.even_sizes(heads[0], 3)[rank]
+        count = even_sizes(heads[0], 3)[rank]
         assert q.shape == (2, 12, count, 4)
         run_of = count // k.shape[2]
         for row in range(2):
@@ -205,14 +206,14 @@ def test_ulysses_sends_each_head_once_to_each_rank_that_needs_it(worlds, cp: int
     per_head = 2 * (24 // cp) * DIM  # batch 2
     first = 0
     needed = []  # heads of q, k and v that each rank attends with
-    for count in raw.even_sizes(queries, cp):
+    for count in even_sizes(queries, cp):
         needed.append(count + 2 * len({h // (queries // keys) for h in range(first, first + count)}))
         first += count
     for rank, (forward, backward, *_) in enumerate(worlds(cp).run(traffic, f"cp{cp} ulysses", HEADS[heads], 24)):
         there = sum(n for other, n in enumerate(needed) if other != rank)
-        back = (cp - 1) * raw.even_sizes(queries, cp)[rank]
+        back = (cp - 1) * even_sizes(queries, cp)[rank]
         assert forward == (there + back) * per_head
-        other_way = (cp - 1) * needed[rank] + queries - raw.even_sizes(queries, cp)[rank]
+        other_way = (cp - 1) * needed[rank] + queries - even_sizes(queries, cp)[rank]
         assert backward == other_way * per_head
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isograd.checkpoint.read import open_whole
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
@@ -67,7 +67,7 @@ class Plain:
 
 
 def at_every_stage(name: str) -> None:
-    ranks = raw.world()[1]
+    ranks = world.world()[1]
     truth = toys.one_device(12, 3, lambda ps: Plain(name, ps), 0.5)  # type: ignore[arg-type, return-value]
     make = factory(Optimizer(name=name, **OPTIONS[name]))
     options: Any = {"matrices": MATRICES.get(name, ()), "elementwise": name in ELEMENTWISE}
@@ -157,7 +157,7 @@ def interrupted_evaluation(raises: type[Exception]) -> tuple[str, str]:
     """(the optimizer's mode, what the next step says) after an exception inside `averaged`."""
     from isograd.engine.ema import averaged
 
-    mesh, model = Mesh(f"dp{raw.world()[1]} zero1"), toys.Toy()
+    mesh, model = Mesh(f"dp{world.world()[1]} zero1"), toys.Toy()
     engine = Engine(model, mesh, lambda ps: Averaging(ps, lr=0.1), elementwise=True)
     with pytest.raises(raises), averaged(engine):
         raise EngineError("IG555", does="evaluate", found=[0]) if raises is EngineError else raises

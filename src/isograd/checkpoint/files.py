@@ -53,8 +53,8 @@ class TensorEntry:
         return math.prod(self.shape) * TORCH[self.dtype].itemsize
 
 
-def entry(name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> TensorEntry:
-    """The entry of a tensor, under another shape if one is given; refuses dtypes that safetensors does not have."""
+def entry(name: str, tensor: Tensor) -> TensorEntry:
+    """The entry of a tensor; refuses dtypes that safetensors does not have."""
     if tensor.dtype not in DTYPES:
         raise CheckpointError(
             "IG941",
@@ -62,7 +62,7 @@ def entry(name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> Tens
             seen=str(tensor.dtype),
             expected=", ".join(DTYPES.values()),
         )
-    return TensorEntry(name, DTYPES[tensor.dtype], tuple(tensor.shape if shape is None else shape))
+    return TensorEntry(name, DTYPES[tensor.dtype], tuple(tensor.shape))
 
 
 def in_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:

@@ -31,8 +31,8 @@ from isograd.checkpoint.agree import all_or_none, as_ours, raise_alike
 from isograd.checkpoint.load import Loaded
 from isograd.checkpoint.manifest import describe_model
 from isograd.checkpoint.write import Copied, Phase, SaveJob, Writing
-from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
+from isograd.comm.world import abort_group_on_interrupt
 from isograd.engine import Engine, state
 from isograd.engine.ema import averaged
 from isograd.engine.state import Part
@@ -115,7 +115,7 @@ class CheckpointManager:
 
     # -- saving
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Between two steps, on all ranks. `extra` comes back from `load`: JSON, rank 0's counts."""
         self.wait()
@@ -189,7 +189,7 @@ class CheckpointManager:
         """Whether this rank's part of the last save could not be written. Asks no other rank."""
         return self._writing is not None and self._writing.error is not None
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def look(self) -> None:
         """All ranks call it when `failed` is true on one: raises the error, or goes on as `on_error` says."""
         error, writing = self._ended()

@@ -213,6 +213,9 @@ def _changes(work: Work, layout: Layout) -> Iterator[tuple[str, Work, Layout]]:
     recomputed = [("", work)]
     for how, said in (("selective", "selective"), ("full", "true")) if work.recompute == "none" else ():
         recomputed.append((f"model.recompute: {said}", dataclasses.replace(work, recompute=how)))
+    if work.micro_batches > work.reductions and layout.zero > 0 and layout.pp == 1:
+        apart = dataclasses.replace(work, accumulate="sharded")
+        recomputed.insert(1, ("accumulate: sharded", apart))
     stages = [zero for zero in (layout.zero, 1, 3) if zero >= layout.zero and layout.dp * layout.cp > 1] or [
         layout.zero
     ]
@@ -263,15 +266,19 @@ def table(best: list[Candidate]) -> str:
     """A line for each layout: memory of the rank that needs most, time, and where it goes."""
     wide = max(len(str(one.layout)) for one in best) + 2
     names = [name for name in best[0].step.parts if any(one.step.parts[name] > 0.0005 for one in best)]
+    sums = f" {'accumulate':>10}" * any(one.work.reductions > 1 for one in best)
     lines = [
-        f"    {'layout':<{wide}}{'micro':>6} {'recompute':>9} {'GB':>6} {'step s':>8}  {'90 of 100':<15} {'MFU':>5}"
+        f"    {'layout':<{wide}}{'micro':>6}{sums} {'recompute':>9} {'GB':>6} {'step s':>8}  "
+        + f"{'90 of 100':<15} {'MFU':>5}"
         + "".join(f"{name:>10}" for name in names)
     ]
     for place, one in enumerate(best, 1):
         step = one.step
         between = f"{_seconds(step.low)} to {_seconds(step.high)}"
         lines.append(
-            f"{place:>3} {one.layout!s:<{wide}}{one.work.micro_batches:>6} {one.work.recompute:>9} "
+            f"{place:>3} {one.layout!s:<{wide}}{one.work.micro_batches:>6}"
+            + f" {one.work.accumulate:>10}" * bool(sums)
+            + f" {one.work.recompute:>9} "
             f"{one.memory.total / 1e9:>6.1f} {_seconds(step.seconds):>8}  {between:<15} {step.mfu:>5.1%}"
             + "".join(f"{step.parts[name]:>10.2f}" for name in names)
         )
@@ -309,7 +316,8 @@ def command(path: str, one: Candidate) -> str:
     recompute = {"none": "false", "full": "true"}.get(one.work.recompute, "selective")
     return (
         f'isograd train {path} --layout "{one.layout}" --batch {one.work.batch} '
-        f"--micro_batches {one.work.micro_batches} --model.recompute {recompute} --emit slurm"
+        f"--micro_batches {one.work.micro_batches} --accumulate {one.work.accumulate} "
+        f"--model.recompute {recompute} --emit slurm"
     )
 
 
@@ -332,6 +340,7 @@ def _write(file: str, config: Config, one: Candidate) -> None:
 
     values = config.model_dump(mode="json", exclude_unset=True)
     values |= {"layout": str(one.layout), "batch": one.work.batch, "micro_batches": one.work.micro_batches}
+    values["accumulate"] = one.work.accumulate
     values["model"]["recompute"] = {"none": False, "full": True}.get(one.work.recompute, "selective")
     write_new(Path(file), yaml.safe_dump(values, sort_keys=False), "give a new name")
     print(f"{file} written")

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from isograd.comm import raw
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
 from isograd.errors import IsogradError
 
 _PARTS = ("code", "what", "seen", "expected", "fix", "where")

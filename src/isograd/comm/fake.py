@@ -86,7 +86,6 @@ class _Turn(threading.Thread):
     def __init__(self, program: Callable[[int], None], rank: int) -> None:
         super().__init__(name=f"simulated rank {rank}", daemon=True)
         self.awaited: Key | None = None  # the word without which the program does not continue
-        self._ended = False
         self._program, self._rank, self._record = program, rank, record.running
         self._taken, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self.start()
@@ -95,7 +94,6 @@ class _Turn(threading.Thread):
         """What the thread does."""
         self._taken.acquire()
         self._program(self._rank)
-        self._ended = True
         self._back.release()
 
     def take(self) -> None:
@@ -104,7 +102,7 @@ class _Turn(threading.Thread):
         self._taken.release()
         self._back.acquire()
         record.running, self._record = before, record.running
-        if self._ended:
+        if self.awaited is None:  # it has ended
             self.join()
 
     def give_back(self, awaited: Key) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isograd.comm import raw
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
 
 _LINE = 1024  # words of 8 bytes
 _BLOCK = 32 * 8 * _LINE  # bytes that a CPU reads at a time, twice: small enough for its cache

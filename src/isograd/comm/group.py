@@ -33,7 +33,7 @@ class Group:
     axes: str
     ranks: tuple[int, ...]
     index: int
-    handle: Any = field(default=None, repr=False)  # a Transport; None for a group of one or an unbound mesh
+    transport: Any = field(default=None, repr=False)  # a Transport; None for a group of one or an unbound mesh
     purpose: str = ""  # groups of different purposes have connections of their own
     context: RankContext = field(default_factory=RankContext, repr=False)
     closed: str = ""  # why its connections were closed

@@ -66,7 +66,7 @@ class Handle:
     def arrived_within(self, seconds: float) -> bool:
         """Whether everything arrives within a while. NCCL is asked and never waited for; gloo's messages cannot be
         asked whether they have arrived, so a thread waits for them."""
-        if self._group is not None and self._group.handle is not None and self._group.handle.native:
+        if self._group is not None and self._group.transport is not None and self._group.transport.native:
             return all(work.is_completed() for work, _ in self._works)
         if self._arrival is None and self._works:
             self._arrival = futures.Future()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.first_order import first_order_only
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
 from isograd.errors import CommError
 
 Move = Callable[[Tensor], Tensor]

@@ -18,28 +18,10 @@ from typing import Any
 import torch
 
 from isograd.comm import record
-from isograd.comm.group import Group as Group  # noqa: PLC0414
-from isograd.comm.group import even_sizes as even_sizes  # noqa: PLC0414
-from isograd.comm.handle import Handle as Handle  # noqa: PLC0414  (other rooms import it from here)
-from isograd.comm.record import recording as recording  # noqa: PLC0414
+from isograd.comm.group import Group, even_sizes
+from isograd.comm.handle import Handle
 from isograd.comm.transport import Nccl, Transport
-from isograd.comm.world import ABORTED
-from isograd.comm.world import TAGS as TAGS  # noqa: PLC0414
-from isograd.comm.world import abort_group_on_interrupt as abort_group_on_interrupt  # noqa: PLC0414
-from isograd.comm.world import clone_store as clone_store  # noqa: PLC0414
-from isograd.comm.world import device as device  # noqa: PLC0414
-from isograd.comm.world import join as join  # noqa: PLC0414
-from isograd.comm.world import leave as leave  # noqa: PLC0414
-from isograd.comm.world import meet as meet  # noqa: PLC0414
-from isograd.comm.world import new_group as new_group  # noqa: PLC0414
-from isograd.comm.world import rank_and_size as rank_and_size  # noqa: PLC0414
-from isograd.comm.world import reserve_tags as reserve_tags  # noqa: PLC0414
-from isograd.comm.world import set_collective_timeout as set_collective_timeout  # noqa: PLC0414
-from isograd.comm.world import store_check as store_check  # noqa: PLC0414
-from isograd.comm.world import store_get as store_get  # noqa: PLC0414
-from isograd.comm.world import store_set as store_set  # noqa: PLC0414
-from isograd.comm.world import world as world  # noqa: PLC0414
-from isograd.comm.world import world_process_group as world_process_group  # noqa: PLC0414
+from isograd.comm.world import ABORTED, abort_group_on_interrupt, device, leave, store_check
 from isograd.errors import CommError
 
 Tensors = Sequence[Sequence[torch.Tensor]]  # for each member of a group
@@ -50,14 +32,14 @@ SMALL_BYTES = 1 << 16  # below this an all-reduce is one exchange of whole tenso
 
 def is_nccl(group: Group) -> bool:
     """Whether this group's transport has reductions of its own (NCCL), and the host never waits for its messages."""
-    return group.handle is not None and group.handle.native
+    return group.transport is not None and group.transport.native
 
 
 def _transport(group: Group) -> Transport:
     group.refuse_closed()
-    if group.handle is None:
+    if group.transport is None:
         raise CommError("IG201", seen=f"group of ranks {group.ranks}", axes=group.axes)
-    found: Transport = group.handle
+    found: Transport = group.transport
     return found
 
 

@@ -1,6 +1,6 @@
 """What a rank sends and receives, in the order in which its program asks for it.
 
-    with raw.recording() as record:
+    with recording() as record:
         engine.train_step(batch)
     for entry in record.entries: ...
 

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.comm.device import Asked
+from isograd.comm.world import set_collective_timeout, world_process_group
 from isograd.errors import IsogradError
 
 LAST = 10.0  # seconds that a rank without a parent has for its last words
@@ -91,9 +92,9 @@ def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
     job = first if first is not None else _next(jobs, watcher)
     while job is not None:
         answer = _do(job)
-        jobs.send(replace(answer, has_left=seat.nproc > 1 and raw.world_process_group() is None))
+        jobs.send(replace(answer, has_left=seat.nproc > 1 and world_process_group() is None))
         job = _next(jobs, watcher)
-    raw.leave()
+    world.leave()
     # Not sys.exit: gloo's threads abort an interpreter that unwinds under them.
     os._exit(0)
 
@@ -109,8 +110,8 @@ def sit(seat: Seat) -> None:
     )
     _be_called(f"isograd r{seat.rank}")
     if seat.nproc > 1:
-        raw.set_collective_timeout(seat.patience)
-        raw.join(seat.rank, seat.nproc, seat.directory, seat.interface, seat.device)
+        set_collective_timeout(seat.patience)
+        world.join(seat.rank, seat.nproc, seat.directory, seat.interface, seat.device)
 
 
 def _be_called(name: str) -> None:

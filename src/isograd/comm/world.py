@@ -130,16 +130,16 @@ def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "", m
     if len(ranks) == 1:
         return group
     if member is not None:
-        group.handle = FakeTransport(member, axes, ranks, purpose)
+        group.transport = FakeTransport(member, axes, ranks, purpose)
     elif here is not None:
-        group.handle = ThreadTransport(here, ranks, purpose)
+        group.transport = ThreadTransport(here, ranks, purpose)
     else:
         key = purpose, ranks
         if key not in process.made:
             everyone = not purpose and len(ranks) == dist.get_world_size()
             process_group = dist.group.WORLD if everyone else _new_process_group(purpose, ranks, group.index)
             process.made[key] = of_torch(process_group, ranks, group.index)
-        group.handle = process.made[key]
+        group.transport = process.made[key]
     group.context.groups.add(group)
     return group
 
@@ -225,12 +225,12 @@ def leave(why: str = "", tell: bool = True) -> None:
     store."""
     why = why or (headline(error) if (error := sys.exception()) is not None else "")
     place = thread_member() or process
-    if why and tell and any(group.handle is not None for group in place.groups):
+    if why and tell and any(group.transport is not None for group in place.groups):
         with suppress(RuntimeError):  # the store may have ended with its rank
             if not store_check(ABORTED):
                 store_set(ABORTED, f"rank {rank_and_size()[0]}: {why}")
     for group in place.groups:
-        group.handle, group.closed = None, group.closed or why or "it has left the world"
+        group.transport, group.closed = None, group.closed or why or "it has left the world"
     place.leave(why)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from isograd.comm import raw
-from isograd.comm.raw import even_sizes
+from isograd.comm.group import even_sizes
 from isograd.core.mesh import DATA, EXPERT_DATA, Mesh
 from isograd.errors import ContractError
 
@@ -167,7 +167,7 @@ def metadata_of(parameter: torch.Tensor) -> dict[str, Any]:
 
 
 def set_metadata(parameter: torch.Tensor, marks: Mapping[str, Any]) -> None:
-    """Attach to a copy of a parameter what `marks_of` returned for the original."""
+    """Attach to a copy of a parameter what `metadata_of` returned for the original."""
     for mark, value in marks.items():
         setattr(parameter, mark, value)
 

@@ -2,8 +2,8 @@
 
 Three mistakes would train silently, or with a NaN that names nobody, and only one rank may have made them:
 
-- A label or token id outside the vocabulary. Layers count them (`WrongInputs.find`) and make the loss NaN.
-- Scores of experts that are NaN, in which no choice means anything. Layers count the tokens (`WrongScores.find`).
+- A label or token id outside the vocabulary. Layers count them (`IdCheck.find`) and make the loss NaN.
+- Scores of experts that are NaN, in which no choice means anything. Layers count the tokens (`ScoreCheck.find`).
 - Ranks of one tp group given different batches (data indexed by `mesh.rank`), or ranks of one cp group, where the model
   takes its part of the batch itself (`cuts_batches`). There, every call of the model adds the contents of its
   arguments (tensors, numbers, the key of dropout) and whether it is training to a digest, in order; the digests of a
@@ -73,7 +73,7 @@ class IdCheck:
 
 
 class ScoreCheck:
-    """Counts the tokens whose scores for the experts of one layer are NaN, as WrongInputs counts ids."""
+    """Counts the tokens whose scores for the experts of one layer are NaN, as IdCheck counts ids."""
 
     def __init__(self, layer: str) -> None:
         self.layer = layer

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import torch
 
-from isograd.comm import fake, raw
+from isograd.comm import fake
+from isograd.comm import world as comm_world
 from isograd.comm.device import Asked
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
 from isograd.core.layout import DATA as DATA  # noqa: PLC0414 (told from here, too)
 from isograd.core.layout import Layout
 from isograd.errors import LayoutError
@@ -35,7 +36,7 @@ class Mesh:
         device: "cpu" computes on the CPU on purpose; None: each rank on a card of its own, where the machine has any.
         """
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
-        rank, size = raw.world(device)
+        rank, size = comm_world.world(device)
         if size != layout.world_size:
             raise LayoutError(
                 "IG110",
@@ -62,8 +63,8 @@ class Mesh:
         """One rank of a world without processes, of any size: programs run on it unchanged, and messages go nowhere.
 
         Data that would arrive are zeros; where ranks compare or count something, all others agree with this one.
-        `raw.recording` shows what is sent. world: an `fake.FakeWorld`, the same for ranks of different pipeline stages:
-        its `run` runs them together, so that each hears what the others say.
+        `comm.record.recording` shows what is sent. world: an `fake.FakeWorld`, the same for ranks of different pipeline
+        stages: its `run` runs them together, so that each hears what the others say.
         """
         mesh = cls.unbound(layout, rank)
         of_stage = mesh.layout.world_size // mesh.layout.pp
@@ -77,7 +78,7 @@ class Mesh:
         self.rank = rank
         self.bound = bound
         self.coordinates = layout.coordinates(rank)
-        self.device = raw.device() if bound else torch.device("cpu")
+        self.device = comm_world.device() if bound else torch.device("cpu")
         self._groups: dict[tuple[str, tuple[int, ...], str], Group] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}  # what axes mean is read once
         self._all_groups: dict[str, torch.Tensor] = {}
@@ -132,7 +133,7 @@ class Mesh:
         key = axes, ranks, purpose
         if key not in self._groups:
             if self.bound:
-                self._groups[key] = raw.new_group(axes, ranks, self.rank, purpose, self._member)
+                self._groups[key] = comm_world.new_group(axes, ranks, self.rank, purpose, self._member)
             else:
                 self._groups[key] = Group(axes, ranks, ranks.index(self.rank))
         return self._groups[key]

@@ -35,6 +35,7 @@ from isograd.checkpoint.manifest import describe_model
 from isograd.checkpoint.write import Copied, SaveJob, write_own
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
+from isograd.comm.group import Group
 from isograd.comm.handle import Handle
 from isograd.elastic.replicas import Replicas, copied
 from isograd.elastic.shared_memory import HEAD, SharedMemory
@@ -108,7 +109,7 @@ class Copies:
         self._step = 0
         self._declared: state.Declared | None = None
         self._parts: tuple[tuple[int, ...], list[state.Part]] = (), []
-        self._link: raw.Group | None = None
+        self._link: Group | None = None
         self._sends = self._receives = False
         by = max(1, mesh.layout.world_size // 2)
         self._to, self._source = ((mesh.rank + way) % mesh.layout.world_size for way in (by, -by))

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from isograd import __version__
-from isograd.comm import raw
+from isograd.comm import raw, world
+from isograd.comm.world import new_group
 from isograd.errors import NetworkError
 
 MANY = 32  # ranks, above which one of each machine measures
@@ -57,7 +58,7 @@ class RankFacts:
 
 def own_facts(rank: int, port: int, address: str) -> RankFacts:
     """This rank's."""
-    backend = "nccl" if raw.device().type == "cuda" else "gloo"
+    backend = "nccl" if world.device().type == "cuda" else "gloo"
     name = f"{backend.upper()}_SOCKET_IFNAME"
     variable = f"{name}={os.environ[name]}" if name in os.environ else ""
     interface = next((i for i, a in addresses().items() if a == address), "")
@@ -88,7 +89,7 @@ def chosen() -> str:
     the first interface whose name begins as NCCL_SOCKET_IFNAME says, else the first that is not loopback.
     """
     here = addresses()
-    backend = "NCCL" if raw.device().type == "cuda" else "GLOO"
+    backend = "NCCL" if world.device().type == "cuda" else "GLOO"
     wanted = os.environ.get(f"{backend}_SOCKET_IFNAME")
     if wanted:
         names = wanted.removeprefix("=").split(",")
@@ -225,7 +226,7 @@ def _absent(seen: str, wait_s: float, rank: int | str) -> NetworkError:
 def _connect_store(wait_s: float) -> SharedNotes:
     place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
     try:
-        store, rank, size = raw.meet(wait_s)
+        store, rank, size = world.meet(wait_s)
     except (RuntimeError, ValueError, OSError) as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise NetworkError(
@@ -268,9 +269,9 @@ def _join(rank: int, size: int, wait_s: float) -> str | None:
 
     def go() -> None:
         try:
-            raw.world()
-            group = raw.new_group("world", tuple(range(size)), rank)
-            total = raw.all_reduce(torch.tensor([rank + 1.0], device=raw.device()), group)
+            world.world()
+            group = new_group("world", tuple(range(size)), rank)
+            total = raw.all_reduce(torch.tensor([rank + 1.0], device=world.device()), group)
             right = size * (size + 1) / 2
             said[0] = "" if float(total) == right else f"a sum of {float(total)}, which is {right}"
         except Exception as error:

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.comm.worker import RAISED_AT, Seat, sit
 from isograd.elastic.progress import process_progress
 
@@ -30,7 +30,7 @@ def in_world(seat: Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         _let_go(error)
         raise
     finally:
-        raw.leave()
+        world.leave()
         gc.collect()
 
 

@@ -86,7 +86,7 @@ class WorkerPool:
     """Processes on this machine. Those beyond the size of a world wait, and take the place of one that dies."""
 
     def __init__(self, *, threads: int = 1, patience: float = 0.0, deaf: Iterable[int] = (), wait_s: float = 20.0,
-                 still_s: float = 600.0, interface: str | None = "lo", busy: Callable[[], bool] = lambda: False,
+                 still_s: float = 600.0, busy: Callable[[], bool] = lambda: False,
                  silent: Callable[[int], Callable[[], dict[int, str]]] = lambda size: dict,
                  preload: Iterable[str] = (), device: Asked = None) -> None:  # fmt: skip
         """wait_s: how long after a death the others may take to notice, or longer while they are `busy`.
@@ -101,7 +101,7 @@ class WorkerPool:
         """
         self.busy, self.silent, self.still_s = busy, silent, still_s
         self.threads, self.patience, self.deaf, self.wait_s = threads, patience, tuple(deaf), wait_s
-        self.interface, self.device = interface, device
+        self.device = device
         self.workers: list[Worker] = []
         self.worlds = self.started = 0  # how many worlds, how many processes
         self._preload = tuple(preload)
@@ -142,7 +142,7 @@ class WorkerPool:
         ranks, says = self.workers[:size], self.silent(size)
         for rank, worker in enumerate(ranks):
             worker.rank = rank
-            seat = Seat(rank, size, directory, self.threads, self.interface, self.patience, device=self.device)
+            seat = Seat(rank, size, directory, self.threads, "lo", self.patience, device=self.device)
             with suppress(OSError):  # it has died: its exit code says so
                 worker.pipe.send_bytes(pickled(in_world, (seat, fn, args)))
         silent: dict[int, str] = {}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils import _pytree as tree
 
-from isograd.comm.raw import even_sizes
+from isograd.comm.group import even_sizes
 from isograd.core.loss_terms import Terms
 from isograd.engine.tree import tree_sum
 from isograd.errors import EngineError

@@ -37,7 +37,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as tree
 
-from isograd.comm import raw
+from isograd.comm import raw, world
+from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.contract_table import contracts
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
@@ -88,7 +89,7 @@ class _Steps:
 class DataParallel(nn.Module):
     """Takes the place of torch's DistributedDataParallel; `weigh` makes uneven ranks exact."""
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def __init__(
         self,
         module: nn.Module,
@@ -101,7 +102,7 @@ class DataParallel(nn.Module):
     ) -> None:
         """`options`: those of DDP, as far as they change nothing; others are refused (IG533)."""
         super().__init__()
-        self.mesh = mesh = Mesh(f"dp{raw.world()[1]}")
+        self.mesh = mesh = Mesh(f"dp{world.world()[1]}")
         validation.refuse_options({k: v for k, v in options.items() if k not in HARMLESS}, ONLY, mesh)
         validation.refuse_wrapped(module, mesh)
         validation.detach_previous_engine(module)
@@ -322,7 +323,7 @@ class DataParallel(nn.Module):
         self._step_state.abandon()
         self._window.drop()
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     @torch.no_grad()
     def _synchronize(self) -> None:
         """The gradients of this window, of all ranks, into `.grad`."""

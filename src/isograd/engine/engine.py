@@ -28,6 +28,7 @@ from torch.profiler import record_function
 
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
+from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.contract_table import contracts
 from isograd.core.input_checks import InputChecks
 from isograd.core.loss_terms import Terms
@@ -38,7 +39,7 @@ from isograd.engine.blocks import homes, repeated_blocks
 from isograd.engine.device_decision import DeviceDecision, DeviceStep
 from isograd.engine.evaluation import Evaluation
 from isograd.engine.gradients import Gradients
-from isograd.engine.nonfinite import NonFiniteReport, find_nonfinite
+from isograd.engine.nonfinite import find_nonfinite
 from isograd.engine.plan import make_plan, slot_of
 from isograd.engine.precision import LossScale
 from isograd.engine.reducer import ReduceWhen
@@ -57,7 +58,7 @@ from isograd.io.safetensors_reader import Weights
 class Engine:
     """Trains a model under any layout with the gradient of one device; see the head of this file."""
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def __init__(
         self,
         model: nn.Module,
@@ -136,7 +137,6 @@ class Engine:
         self.step_state.withhold_masters(self._sharded_optimizer.masters)
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local, self._sync = overlap, accumulate == "local", True
-        self.nonfinite: NonFiniteReport | None = None  # of the last step, when it was skipped
         self._inputs = InputChecks(model, mesh)
         self._device_decision = DeviceDecision(mesh, self._sharded_optimizer, self.step_state, clip, self._inputs.peers)
         self._tallies = StepCounters(model, mesh)
@@ -247,7 +247,7 @@ class Engine:
 
     def _tell_others(self, error: BaseException) -> None:
         """Drop the step. Ranks of dp come to its gather, or were in it; others wait in a layer till the next call."""
-        connected = self.mesh.size("world") == 1 or self.step_state.status_group.handle is not None
+        connected = self.mesh.size("world") == 1 or self.step_state.status_group.transport is not None
         if self.step_state.already_discarded or not connected:
             return
         if isinstance(error, Exception) and not self.mesh.layers_wait:
@@ -311,11 +311,11 @@ class Engine:
         waits = self.mesh.layers_wait or self._units is not None  # other ranks, for this one's forward
         try:
             with self._inputs.evaluating():
-                with raw.abort_group_on_interrupt() if waits else nullcontext():
+                with abort_group_on_interrupt() if waits else nullcontext():
                     self._check_lockstep("begins an evaluation")  # its forwards would pass for those of a step
                     results = pipeline.evaluate(micros) if pipeline else [batches.call(self.model, m) for m in micros]
                 mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))
-                with raw.abort_group_on_interrupt():
+                with abort_group_on_interrupt():
                     self._gather_step_status(Status.EVALUATES)
                     table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
                 self._inputs.check(table[:, evaluation.COLUMNS :])
@@ -352,15 +352,15 @@ class Engine:
         """Complete every gradient, clip, step the optimizer. All ranks step or none does."""
         if not self._sync:
             raise EngineError("IG511", seen="no_sync is still open", where=self.mesh.describe_rank())
-        with raw.abort_group_on_interrupt():
+        with abort_group_on_interrupt():
             totals, total_norm, taken = self._finish_reductions(whole=True)
             scale = 1.0 / (totals.weight * totals.loss_scale)
             grad_norm = total_norm * scale if taken is None else taken.grad_norm
             step_state, skipped = self.step_state, not math.isfinite(grad_norm)
-            self.nonfinite = None
+            nonfinite = None
             if skipped:
                 nonfinite_ranks = step_state.reducer.not_finite(step_state.final_shards)
-                self.nonfinite = find_nonfinite(step_state.final_shards, totals.losses, nonfinite_ranks, self.mesh)
+                nonfinite = find_nonfinite(step_state.final_shards, totals.losses, nonfinite_ranks, self.mesh)
             factor = min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip is not None else 1.0
             raised = None if taken is None else taken.raised
             if taken is None and not skipped:
@@ -373,7 +373,7 @@ class Engine:
         if problem is not None:
             step_state.mark_discarded(problem)
             raise problem
-        return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale, totals.terms)
+        return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale, totals.terms, nonfinite)
 
     def _end(self, committed: bool) -> None:
         self._tallies.end(committed=committed)
@@ -440,7 +440,7 @@ class Engine:
             value = norm.reproducible_norm(squared, *around)
         return step_status.totals(table, step_state.term_weights, unused, self.mesh, scale), value, taken
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def _gather_step_status(
         self,
         status: Status,

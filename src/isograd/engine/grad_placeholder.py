@@ -33,7 +33,7 @@ class GradPlaceholder(Tensor):
         raise EngineError("IG551", found=found, func=func)
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
-        return f"Withheld({self.slot_name!r}: engine.grads() shows gradients)"
+        return f"GradPlaceholder({self.slot_name!r}: engine.grads() shows gradients)"
 
 
 def _first(args: Any) -> str:

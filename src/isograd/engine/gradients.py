@@ -29,7 +29,7 @@ class Gradients(Mapping[str, Tensor]):
 
     def __init__(self, plan: Plan, step_state: StepState, mesh: Mesh, scale: float) -> None:
         self._step_state, self._mesh, self._scale = step_state, mesh, scale
-        self._final_shards = step_state.final_shards  # mine; every step has a dict of its own
+        self._step = step_state.ended
         self._slots = {slot.name: slot for slot in plan.slots}
         mine = {slot.name: (list(slot.contract.shape), slot.dtype == torch.float64) for slot in plan.slots}
         self._stages = all_gather_object(mine, mesh, "pp")
@@ -49,13 +49,13 @@ class Gradients(Mapping[str, Tensor]):
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
         source, mesh = self._sources[name], self._mesh
-        if self._step_state.final_shards is not self._final_shards:
+        if self._step_state.ended != self._step:
             raise EngineError("IG584", seen=f"a look at {name!r}", where=mesh.describe_rank())
         if mesh.index("pp") == source:
             slot = self._slots[name]
             part = torch.zeros_like(slot.parameter, dtype=slot.dtype)
-            if slot in self._final_shards:
-                slot.rows(part).copy_(self._final_shards[slot])
+            if (mine := self._step_state.final_shards.get(slot)) is not None:
+                slot.rows(part).copy_(mine)
             gather_rows(packing_of([slot]), [slot.rows(part)], [part], slot.owners).wait()
             whole = assemble(part, slot.contract, mesh).contiguous().mul_(self._scale)
         else:

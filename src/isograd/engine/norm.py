@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
 from isograd.core.mesh import Mesh
 from isograd.engine.plan import Slot
 

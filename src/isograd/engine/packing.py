@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from isograd.comm import raw
-from isograd.comm.raw import Group, Handle
+from isograd.comm.group import Group
+from isograd.comm.handle import Handle
 from isograd.engine.plan import Slot
 from isograd.engine.tree import tree_sum
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm.fingerprint import ranks_unlike
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
 from isograd.core.contract import Contract
 from isograd.core.contract_table import ContractRow, ContractTable
 from isograd.core.mesh import DATA, Mesh

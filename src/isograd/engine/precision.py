@@ -1,4 +1,5 @@
-"""The dynamic loss scale of fp16. bf16 and fp32 do not need one.
+"""The dynamic loss scale of fp16. bf16 and fp32 do not need one. (A run's dtype: train/sections.py. fp32 masters of
+half precision: engine/zero.py. The dtype of sums of gradients: engine/plan.py.)
 
 Only the decision is here; the engine takes it from the global gradient norm, which is the same number on all ranks, so
 no rank skips a step alone.

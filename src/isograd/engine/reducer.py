@@ -22,6 +22,7 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
+from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.mesh import Mesh
 from isograd.engine.packing import Buffers, Reduction, packing_of, reduce_rows
 from isograd.engine.plan import Bucket, Plan, Slot
@@ -61,7 +62,7 @@ class Reducer:
 
     # -- launch
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def launch(self, bucket: Bucket, gradients: list[Tensor]) -> None:
         """Send a bucket's gradients to the owners of their rows. The list is emptied, so that packed ones are freed."""
         while len(self._pending) >= AT_ONCE and self._pending[0][1].arrived_within(0.0):
@@ -114,7 +115,7 @@ class Reducer:
         while self._pending:
             self._finish()
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def _finish(self) -> None:
         bucket, reduction, packed = self._pending[0]
         rows = reduction.wait() if self.sums is None else self.sums.wait(bucket, reduction)
@@ -130,7 +131,8 @@ class Reducer:
 
     def take_reduced(self) -> dict[Slot, Tensor]:
         """My rows, summed over the data axes; this object keeps none of them."""
-        found, self.reduced = self.reduced, {}
+        found = dict(self.reduced)
+        self.reduced.clear()
         return found
 
     # -- checks
@@ -173,7 +175,8 @@ class Reducer:
     def clear(self) -> None:
         """A new step begins. Nothing may be under way."""
         assert not self._pending, "reductions of the step before have not ended"
-        self.reduced, self._latest = {}, 0
+        self._latest = 0
+        self.reduced.clear()
         self.sent.clear()
         self._totals.clear()
         self.end_sums()

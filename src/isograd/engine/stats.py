@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from isograd.engine.nonfinite import NonFiniteReport
 from isograd.engine.term_weights import Mean
 
 
@@ -18,3 +19,4 @@ class Stats:
     skipped: bool  # the norm was not finite: no rank stepped
     loss_scale: float
     terms: Mapping[str, Mean] = field(default_factory=dict)  # of a step of several; `loss` is their weighted sum
+    nonfinite: NonFiniteReport | None = None  # where, in a step that was skipped

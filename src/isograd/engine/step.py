@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from isograd.comm import raw
+from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.engine import validation
@@ -143,7 +144,7 @@ class StepState:
         except BaseException as error:
             self.fail(error)
             if self.mesh.on_cards and self.mesh.layers_wait:  # kernels of other ranks wait for its messages
-                with raw.abort_group_on_interrupt():
+                with abort_group_on_interrupt():
                     raise
             raise
 
@@ -346,7 +347,8 @@ class StepState:
 
     def forget_own(self) -> None:
         """This rank's own sums were cleared by the user, and their weight with them."""
-        self.local, self.loss_sums = {}, replace(self.loss_sums, weight=0.0)
+        self.loss_sums = replace(self.loss_sums, weight=0.0)
+        self.local.clear()
         self.used.clear()
 
     # -- 3. a bucket leaves
@@ -368,7 +370,7 @@ class StepState:
 
     @torch.no_grad()
     def end(self) -> None:
-        """The backward is over: what it has not sent leaves, or stays."""
+        """The backward is over: buckets that it has not sent leave, or their gradients stay in `local`."""
         if self.reproducible:
             self._tree.grow([self._taken(slot) for slot in self.plan.slots])
         elif self._outgoing.when is not ReduceWhen.STEP:
@@ -410,7 +412,7 @@ class StepState:
         self.must_be(State.OPEN, State.REDUCED)
         if flush:
             if self._tree:
-                self.local = dict(zip(self.plan.slots, self._tree.cut(), strict=True))
+                self.local.update(zip(self.plan.slots, self._tree.cut(), strict=True))
             self._outgoing = _Outgoing(ReduceWhen.STEP, self.plan.buckets)
             self._flush()
         with record_function("isograd: reduce gradients"):
@@ -465,8 +467,9 @@ class StepState:
         self.clear()
 
     def _forget(self) -> None:
-        self.local, self.final_shards, self._tree = {}, {}, Tree()
-        self.full.clear()
+        self._tree = Tree()
+        for gradients in (self.local, self.final_shards, self.full):
+            gradients.clear()
 
     # -- a step that was dropped already
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
+from isograd.comm import world as comm_world
 from isograd.comm.consensus import all_gather_object
 from isograd.core.mesh import DATA, STAGE, Mesh
 from isograd.engine.grad_placeholder import changed_by_hand
@@ -121,7 +122,9 @@ def gather_step_status(
     gave_up = table.ranks(Status.FAILED) + table.ranks(Status.DISCARDS)
     closes = step_state.mesh.on_cards and step_state.mesh.layers_wait and 0 < len(gave_up) < len(table.status)
     if closes:  # their kernels wait for messages of a layer that these ranks will not send
-        drop = partial(raw.leave, f"ranks {gave_up} gave up a step in which layers wait for each other", tell=False)
+        drop = partial(
+            comm_world.leave, f"ranks {gave_up} gave up a step in which layers wait for each other", tell=False
+        )
     with refusing(step_state, drop, wrong):
         refuse_parted(table, step_state)
         refuse_failed(table, step_state, problem, status is Status.DISCARDS)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.profiler import record_function
 
-from isograd.comm.raw import Handle
+from isograd.comm.handle import Handle
 from isograd.core.mesh import Mesh
 from isograd.engine import muon
 from isograd.engine.elementwise import refuse as refuse_others

@@ -8,7 +8,7 @@ IG202: the sizes given for dim {dim} over {axes!r} do not describe this tensor
 IG203: dim {dim} of length {total} cannot be cut evenly over {axes!r}
   seen:     shape {shape} over {size} ranks
   expected: a multiple of {size}, or explicit sizes
-  fix:      pass sizes=raw.even_sizes({total}, {size})
+  fix:      pass sizes=isograd.comm.group.even_sizes({total}, {size})
 IG204: all_to_all moves a cut between two different dimensions
 IG206: simulated rank {rank} waits for a value of rank {sender} that nobody has sent
   seen:     a control message over {axes!r}, and no rank of that pipeline stage ran before

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import ops, raw
-from isograd.comm.raw import even_sizes
+from isograd.comm.group import even_sizes
 from isograd.core.contract import Shard
 from isograd.core.mesh import Mesh
 from isograd.errors import ModelError

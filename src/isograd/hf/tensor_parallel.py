@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isograd.comm.raw import even_sizes
+from isograd.comm.group import even_sizes
 from isograd.core.contract import Shard, contract_of, declare, metadata_of, set_metadata
 from isograd.core.input_checks import IdCheck
 from isograd.core.mesh import DATA, EXPERT_DATA, Mesh

@@ -185,7 +185,7 @@ class TrainedModule:
         if norm is not None:
             norm.fill_(stats.grad_norm)
         if strict and stats.skipped:
-            raise IntegrationError("IG869", seen=self.engine.nonfinite, where=self.engine.mesh.describe_rank())
+            raise IntegrationError("IG869", seen=stats.nonfinite, where=self.engine.mesh.describe_rank())
 
     def zeroed(self) -> None:
         """Nothing is left of clipping that was asked for gradients that are gone."""

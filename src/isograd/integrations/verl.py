@@ -27,6 +27,7 @@ from verl.workers.config.engine import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from isograd.comm import raw
+from isograd.comm.world import world_process_group
 from isograd.core.loss_terms import Terms
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
@@ -306,7 +307,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
 
     def get_data_parallel_group(self) -> Any:
         """torch's group of all ranks, over which verl averages losses and gathers metrics."""
-        return raw.world_process_group()
+        return world_process_group()
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whole models have outputs on every rank."""

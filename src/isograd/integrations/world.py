@@ -18,7 +18,8 @@ from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
-from isograd.comm import raw
+from isograd.comm import world
+from isograd.comm.world import clone_store, store_get, store_set
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
@@ -72,7 +73,7 @@ def _option_in(words: list[str]) -> tuple[int, int, str] | None:
 def mesh_for(layout: str | None, axes: str = "dp") -> Mesh:
     """The mesh of the running world. A layout without dp gives dp the ranks that its other axes leave. axes: those that
     the integration has."""
-    ranks = raw.world()[1]
+    ranks = world.world()[1]
     words = layout or ""
     if not re.search(r"\bdp\d", words):
         words = f"dp{max(1, ranks // Layout.parse(words).world_size)} {words}"
@@ -137,7 +138,7 @@ class FailureReport:
 
     def begin(self) -> None:
         """Nothing has failed."""
-        raw.store_set(f"{ENDED}{self.mesh.rank}", "")
+        store_set(f"{ENDED}{self.mesh.rank}", "")
         _rank_0_failure.clear()
         line = _line_to_rank_0() if self.mesh.rank else None
         if line is not None:
@@ -178,16 +179,16 @@ _rank_0_failure: list[str] = []  # of rank 0, whose store may have ended with it
 
 def _line_to_rank_0() -> Any:
     """A connection to the store that ends with rank 0; None where a file or torchrun's agent keeps it."""
-    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else raw.clone_store(flags=True)
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else clone_store(flags=True)
 
 
 def _listen(line: Any, rank: int, over: threading.Event) -> None:
     with suppress(RuntimeError):  # rank 0 has ended without a word
         while not over.wait(0.5):
-            said = raw.store_get(f"{ENDED}0", line)
+            said = store_get(f"{ENDED}0", line)
             if said and said not in _rank_0_failure:
                 _rank_0_failure[:] = [said]
-                raw.store_set(f"{HEARD}{rank}", said, line)
+                store_set(f"{HEARD}{rank}", said, line)
 
 
 @cache  # once in a process
@@ -203,8 +204,8 @@ def _report_at_exit(rank: int, ranks: int) -> None:
     store_failure(rank, error)
     if _failed and rank == 0 and _line_to_rank_0() is not None:
         notes = [f"{HEARD}{other}" for other in range(1, ranks)]
-        said, until = raw.store_get(f"{ENDED}0"), time.monotonic() + PATIENCE
-        while said and time.monotonic() < until and any(raw.store_get(note) != said for note in notes):
+        said, until = store_get(f"{ENDED}0"), time.monotonic() + PATIENCE
+        while said and time.monotonic() < until and any(store_get(note) != said for note in notes):
             time.sleep(0.05)
 
 
@@ -213,7 +214,7 @@ def store_failure(rank: int, error: BaseException) -> None:
     if _of_connection(error) or (isinstance(error, IsogradError) and error.code in OF_OTHERS):
         return
     with suppress(RuntimeError):  # the rank that kept the store has ended
-        raw.store_set(f"{ENDED}{rank}", f"{type(error).__name__}: {error}"[:500])
+        store_set(f"{ENDED}{rank}", f"{type(error).__name__}: {error}"[:500])
 
 
 @contextmanager
@@ -242,7 +243,7 @@ def failed_rank_error(error: BaseException, mesh: Mesh) -> IntegrationError | No
         return None
     said = "; ".join(f"rank 0: {words}" for words in _rank_0_failure)
     for rank in () if said else range(mesh.layout.world_size):
-        note = raw.store_get(f"{ENDED}{rank}")
+        note = store_get(f"{ENDED}{rank}")
         said = said or (f"rank {rank}: {note}" if note else "")
     if elsewhere and not said:
         return None

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import ops, raw
-from isograd.comm.raw import even_sizes
+from isograd.comm.group import even_sizes
 from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
 from isograd.nn.routing import ExpertOptions, Route, count

@@ -1,4 +1,4 @@
-"""The weights of routed experts, and what moves tokens to slots and back.
+"""The weights of routed experts, and how slots of tokens are made and added up. (nn/moe.py exchanges them over ranks.)
 
 A *slot* is one (token, expert) pair. Slots of a rank are sorted by expert, computed segment by segment, and added up
 with the tokens' weights, for each token in the order of its slots. Nothing here is added by atomics, so bits do not

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from isograd.comm import ops, raw
 from isograd.comm.first_order import first_order_only
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
 from isograd.core.contract import Shard, contract_of
 from isograd.core.input_checks import IdCheck, invalid_ids
 from isograd.core.mesh import Mesh

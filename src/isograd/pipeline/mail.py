@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
-from isograd.comm.raw import Group, Handle
+from isograd.comm.group import Group
+from isograd.comm.handle import Handle
 from isograd.core.mesh import Mesh
 from isograd.errors import PipelineError
 from isograd.pipeline.schedule import Action, Schedule

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils import _pytree as tree
 
-from isograd.comm import raw
+from isograd.comm import world
 from isograd.comm.fingerprint import fingerprint, ranks_unlike
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
@@ -122,7 +122,7 @@ class Pipeline:
         except BaseException as error:
             # Neighbours wait for a message that will not come. Leaving closes the connections, which tells them.
             step.mail.drop()
-            raw.leave(f"its pipeline failed: {headline(error)}")
+            world.leave(f"its pipeline failed: {headline(error)}")
             raise
         self.timeline = step.timeline
         return step.losses

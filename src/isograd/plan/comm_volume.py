@@ -131,7 +131,7 @@ def passed(work: Work, layout: Layout) -> Transfer:
 
 
 def gradients(work: Work, layout: Layout, mine: ParamsOnRank) -> list[Transfer]:
-    """Once in a step: each owner gets its rows of all gradients."""
+    """Once in a step, or with each micro-batch: each owner gets its rows of all gradients."""
     wide = max(work.profile.gradient_bytes, work.sum_bytes if work.dtype == "fp64" else 0)
     return _over_copies(layout, mine, wide)
 
@@ -191,7 +191,8 @@ def of_step(work: Work, layout: Layout, spot: Mapping[str, int]) -> Iterator[tup
     if layout.pp > 1:
         yield passed(work, layout), micro * links
     mine = params_on_rank(work, layout, index)
-    for moves in (gradients(work, layout, mine), partial_sums(work, layout, mine, index), updated(work, layout, mine)):
+    yield from ((move, work.reductions) for move in gradients(work, layout, mine))
+    for moves in (partial_sums(work, layout, mine, index), updated(work, layout, mine)):
         yield from ((move, 1) for move in moves)
 
 

@@ -69,10 +69,10 @@ def _on_gpu(work: Work, layout: Layout, index: int) -> Memory:
 def waiting_buckets(work: Work, layout: Layout, index: int) -> float:
     """Bytes of packed gradients that `of_stage` takes for sent. On GPUs the host runs ahead of the device: the reducer
     asks NCCL whether a bucket has arrived, is told no, and keeps its flat memory up to the step. So where buckets leave
-    during backward (ZeRO 1 and 2, one micro-batch, no pipeline), all gradients of the rank are in memory at its end.
-    At ZeRO 3 the next block waits for the one before, and elsewhere gradients are kept whole anyway."""
+    during backward (ZeRO 1 and 2, one micro-batch or `sharded`, no pipeline), all gradients of the rank are in memory
+    at its end. At ZeRO 3 the next block waits for the one before, and elsewhere gradients are kept whole anyway."""
     mine, data = params_on_rank(work, layout, index), layout.dp * layout.cp
-    if layout.zero not in (1, 2) or data == 1 or work.micro_batches > 1 or layout.pp > 1:
+    if layout.zero not in (1, 2) or data == 1 or work.micro_batches > work.reductions or layout.pp > 1:
         return 0.0
     _, gathered = _whole_at_once(work, layout, index)
     return max(0.0, work.sum_bytes * (mine.all - gathered) - BUCKETS)
@@ -101,7 +101,8 @@ def of_stage(work: Work, layout: Layout, index: int) -> Memory:
     largest, gathered = _whole_at_once(work, layout, index)
     muon = mine.matrices if work.muon else 0
     sizes = (mine.all, owned, gathered, muon)
-    parameters, gradients, optimizer = states(layout, work.size, work.micro_batches, *sizes, ema=work.ema)
+    whole = work.micro_batches > work.reductions
+    parameters, gradients, optimizer = states(layout, work.size, *sizes, whole=whole, ema=work.ema)
     if work.profile != FrameworkProfile():  # another program's sums of gradients
         whole = layout.zero == 3 and layout.pp > 1 and work.profile.whole_in_pipeline
         rows = mine.all if whole or work.profile.keeps_gradients else owned + largest
@@ -137,27 +138,28 @@ def of_scores(work: Work, layout: Layout) -> float:
 def states(
     layout: Layout,
     narrow: int,
-    micro_batches: int,
     mine: float,
     owned: float,
     gathered: float,
     muon: float,
     *,
+    whole: bool,
     ema: bool = False,
 ) -> tuple[float, float, float]:
     """Bytes of parameters, gradients, optimizer. `narrow`: bytes of an element of a parameter. `mine`: elements of this
     rank's part, of which it owns the rows of `owned`. `gathered`: parameters that are whole at once at ZeRO 3. `muon`:
-    elements of matrices that Muon steps, which has one moment. `ema`: averages of the weights are kept."""
+    elements of matrices that Muon steps, which has one moment. `whole`: whole gradients are kept between
+    micro-batches. `ema`: averages of the weights are kept."""
     wide = max(narrow, 4)
     rows = mine if layout.zero == 0 else owned
     parameters = narrow * (mine if layout.zero < 3 else rows * (narrow >= wide) + gathered)  # cast as they are gathered
     masters = wide * rows * ((narrow < wide) + ema)
     moments = wide * (2 * rows - muon * (rows / mine))
     due = wide * owned if owned < mine else 0
-    whole = wide * mine  # a backward makes all of it; with more micro-batches than one it is kept
-    if layout.zero > 0 and owned < mine and micro_batches == 1 and layout.pp == 1:
-        whole = min(whole, BUCKETS + wide * gathered)  # buckets leave during backward
-    return parameters, whole + due, masters + moments
+    made = wide * mine  # by a backward
+    if layout.zero > 0 and owned < mine and not whole and layout.pp == 1:
+        made = min(made, BUCKETS + wide * gathered)  # buckets leave during backward
+    return parameters, made + due, masters + moments
 
 
 def activations(work: Work, layout: Layout, index: int) -> float:

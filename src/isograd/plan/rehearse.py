@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.comm import fake, raw
-from isograd.comm.record import Entry, Record
+from isograd.comm import fake
+from isograd.comm.record import Entry, Record, recording
 from isograd.core.contract import metadata_of, set_init_fn, set_metadata
 from isograd.core.layout import AXES, Layout
 from isograd.core.mesh import Mesh
@@ -201,7 +201,7 @@ def _pattern(name: str) -> str:
 def _step(build: Build, layout: Layout, world: fake.FakeWorld, taken: Taken, rank: int, mode: Shapes) -> RehearsedRank:
     mesh = Mesh.imagine(layout, rank, world)
     mode.allocations = Allocations()
-    with mode, raw.recording(segments, _follow) as record:
+    with mode, recording(segments, _follow) as record:
         engine, top, start = _run(build, mesh, mode.allocations, record, taken)
     mode.allocations = None
     slots = engine.plan.slots

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 from isograd.core.layout import Layout
 from isograd.errors import LayoutError, PipelineError, PlanError
@@ -78,11 +79,12 @@ def search(
     room = (machine.memory_gb - machine.reserved_gb) * 1e9
     for layout in layouts(work, devices, machine, found):
         for cut in _cut(work, layout, found):
-            for how in recomputes:
-                described = dataclasses.replace(cut, recompute=how)
+            apart = cut.micro_batches > 1 and layout.zero > 0 and layout.pp == 1
+            for how, kept in product(recomputes, ("local", "sharded") if apart else ("local",)):
+                described = dataclasses.replace(cut, recompute=how, accumulate=kept)
                 needed = memory(described, layout, gpu=machine.units > 0)
                 if needed.total > room:
-                    choices = f"{cut.micro_batches} micro-batches{RECOMPUTED[how]}"
+                    choices = f"{cut.micro_batches} micro-batches{RECOMPUTED[how]}, {kept} sums"
                     found.drop(FULL, f"{layout}, {choices}: {needed.total / 1e9:.0f} GB of {room / 1e9:.0f}")
                     continue
                 found.tried += 1

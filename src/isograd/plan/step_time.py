@@ -123,7 +123,7 @@ def _blocks(costs: Costs, known: Blocks) -> dict[BlockKind, dict[str, Cost]]:
     work, layout = costs.work, costs.layout
     sizes = layout.cp, layout.cp_method, layout.tp, layout.sp, layout.ep
     micro = work.micro_batches if work.products == "fp8" else work.micro_batches == 1
-    key = (work.tokens(layout), work.recompute, micro, *sizes)
+    key = (work.tokens(layout), work.recompute, micro, work.accumulate, *sizes)
     if key not in known:
         known[key] = {kind: costs.of_block(kind) for stage in kinds_of(work, Layout(), 0) for kind, _ in stage}
     return known[key]
@@ -160,7 +160,8 @@ def _rank(costs: Costs, blocks: dict[BlockKind, dict[str, Cost]], index: int) ->
     gather = sum(costs.messages(comm_volume.updated(work, layout, mine)).values())
     gather += sum(costs.messages(comm_volume.shards(work, layout, mine)).values()) if whole_step else 0.0
     at_end = layout.zero == 3 and layout.pp > 1  # blocks are left once for every micro-batch
-    left = costs.exposed(reduction, 0.0 if at_end else work.profile.hides_gradients * last_backward)
+    hidden = 0.0 if at_end else work.profile.hides_gradients * last_backward
+    left = work.reductions * costs.exposed(reduction, hidden)
     left += costs.exposed(gather, work.profile.hides_parameters * forwards) + partial
     return StageTimes(stages, {"dp": left, "optimizer": costs.optimizer(index)})
 

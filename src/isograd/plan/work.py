@@ -58,6 +58,7 @@ class Work:
     recompute: str = "none"  # "none", "selective" (isograd: all but products and attention) or "full"
     masked: bool = False  # packed documents: attention takes a mask, which is a whole matrix
     muon: bool = False
+    accumulate: str = "local"  # "sharded": gradients leave with each micro-batch
     ema: bool = False  # an average of the weights beside the masters
     profile: FrameworkProfile = FrameworkProfile()
 
@@ -70,6 +71,11 @@ class Work:
     def runs_again(self) -> bool:
         """Whether a backward begins with the forward of its block, messages included."""
         return self.recompute == "full" or self.keeps_products
+
+    @property
+    def reductions(self) -> int:
+        """How often gradients leave in a step."""
+        return self.micro_batches if self.accumulate == "sharded" else 1
 
     @property
     def size(self) -> int:

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from isograd.comm import ops, raw
 from isograd.comm.first_order import first_order_only
-from isograd.comm.raw import Group, Handle
+from isograd.comm.group import Group
+from isograd.comm.handle import Handle
 from isograd.sequence import block
 from isograd.sequence.token_layout import BlockMask, Spans, TokenLayout, block_masks, positions_of, visible_keys
 

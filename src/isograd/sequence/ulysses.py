@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import ops
-from isograd.comm.raw import Group, even_sizes
+from isograd.comm.group import Group, even_sizes
 from isograd.errors import ModelError
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

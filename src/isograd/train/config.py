@@ -62,6 +62,9 @@ class Config(Section):
     steps: Positive = Field(description="optimizer steps of the whole run")
     batch: Positive = Field(description="sequences of a step, over all ranks")
     micro_batches: Positive = Field(default=1, description="parts that each data rank cuts its share of a step into")
+    accumulate: Literal["local", "sharded"] = Field(
+        default="local", description="sharded: gradients of each micro-batch are reduced to the owners of their rows"
+    )
     checkpoint: Saving = Saving()
     evaluate: Evaluating = Evaluating()
     log: Logging = Logging()

@@ -26,6 +26,7 @@ import torch
 from isograd.checkpoint import CheckpointManager, NotFinite
 from isograd.comm import raw, worker
 from isograd.comm.consensus import run_or_raise_on_all_ranks
+from isograd.comm.world import rank_and_size, set_collective_timeout
 from isograd.core.mesh import Mesh
 from isograd.elastic import Copies, Recovery, process_progress
 from isograd.engine import Stats
@@ -89,12 +90,12 @@ def run(config: Config, options: RunOptions, listener: SignalListener | None = N
     """
     stall_s = config.safety.stall_s
     with ExitStack() as stack:
-        raw.set_collective_timeout(patience(stall_s))
+        set_collective_timeout(patience(stall_s))
         rescued = config.resilience.after_death != "end"
-        watchdog = Watchdog(config.folder, *raw.rank_and_size(), stall_s, config.resilience.wait_s if rescued else 0.0)
+        watchdog = Watchdog(config.folder, *rank_and_size(), stall_s, config.resilience.wait_s if rescued else 0.0)
         stack.callback(watchdog.close)
         stack.callback(lambda: setattr(process_progress, "phase", watchdog.phase))
-        first = raw.rank_and_size()[0] == 0  # one speaks, also between this world and the next
+        first = rank_and_size()[0] == 0  # one speaks, also between this world and the next
         worker.when_orphaned(
             partial(run_folder.launcher_killed, config.checkpoints, lambda: watchdog.phase) if first else None
         )
@@ -332,7 +333,7 @@ class _Run:
         self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
         if self.task.engine.loss_scale is not None and self.skipped_in_a_row < MOST_SKIPPED:
             return None  # how a loss scale finds its place
-        whose = f"not finite: {self.task.engine.nonfinite}"
+        whose = f"not finite: {stats.nonfinite}"
         self._event("skipped", whose, step)
         if self.config.safety.not_finite == "skip" and self.skipped_in_a_row < MOST_SKIPPED:
             return None

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd.comm import raw
+from isograd.comm.group import even_sizes
 from isograd.core.layout import Layout
 from isograd.core.mesh import DATA, Mesh
 from isograd.data.pairs import Pairs
@@ -87,7 +88,7 @@ class PairsTask:
         if not count:
             return None
         self.model.eval()
-        share = raw.even_sizes(count, self.mesh.size("dp"))
+        share = even_sizes(count, self.mesh.size("dp"))
         first = sum(share[: self.mesh.index("dp")])
         mine = self.data.held_out_pairs(range(first, first + share[self.mesh.index("dp")]))
         sides = list(zip(*mine, strict=True)) or [(), ()]

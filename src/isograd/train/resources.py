@@ -166,6 +166,7 @@ def work_of(config: Config) -> Work:
         recompute={False: "none", "selective": "selective"}.get(config.model.recompute, "full"),
         masked=config.packing != "stream",
         muon=config.optimizer.name == "muon",
+        accumulate=config.accumulate,
         ema=config.ema is not None,
     )
 
@@ -182,7 +183,9 @@ def _library(config: Config, layout: Layout) -> Forecast:
     packed = found.adapted if bits else 0
     trained, frozen = found.trained / cut, (found.parameters - found.trained - packed) / cut
     gathered = 3 * trained / blocks  # a block, the next one, and what is in no block
-    kept = states(layout, size, config.micro_batches, trained, trained / owners, gathered, 0, ema=bool(config.ema))
+    kept = states(
+        layout, size, trained, trained / owners, gathered, 0, whole=_keeps_whole(config), ema=bool(config.ema)
+    )
     fixed = frozen / owners + 3 * frozen / blocks if layout.zero == 3 else frozen
     rows = -(-config.batch // layout.dp) * (2 if config.task == "preference" else 1)
     flight = min(layout.pp, config.micro_batches)
@@ -209,5 +212,9 @@ def _encoder(config: Config, layout: Layout) -> Forecast:
     kept = tokens * (layers + 1) * (12 * hidden + 2 * mlp) * size
     vectors = 6 * config.batch * hidden * 4  # representations of both towers, their gradients, a tile of scores
     owned = count / (layout.dp * layout.cp)
-    states_of = states(layout, size, config.micro_batches, count, owned, count, 0, ema=bool(config.ema))
+    states_of = states(layout, size, count, owned, count, 0, whole=_keeps_whole(config), ema=bool(config.ema))
     return Forecast([Memory(*states_of, kept + vectors)], count, count)
+
+
+def _keeps_whole(config: Config) -> bool:
+    return config.micro_batches > 1 and config.accumulate == "local"

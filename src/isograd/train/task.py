@@ -81,6 +81,7 @@ def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | N
             clip=config.optimizer.clip,
             reproducible=config.reproducible,
             offload=config.optimizer.offload,
+            accumulate=config.accumulate,
             weights=weights,
             matrices=MATRICES.get(config.optimizer.name, ()),
             elementwise=config.optimizer.name in ELEMENTWISE,

@@ -33,7 +33,7 @@ from torch import Tensor
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
 from isograd.comm.fingerprint import fingerprint
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
 from isograd.core.mesh import Mesh
 from isograd.engine.packing import Packing, Reduction
 from isograd.engine.plan import Bucket

@@ -30,7 +30,9 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
-from isograd.comm.raw import Group, Handle
+from isograd.comm.group import Group
+from isograd.comm.handle import Handle
+from isograd.comm.world import TAGS, abort_group_on_interrupt, reserve_tags
 from isograd.errors import CommError, EngineError
 
 NOTE = 128  # bytes
@@ -84,15 +86,15 @@ class GatherOrderCheck:
         """`rows`: the groups over which rows are gathered, all within `group`."""
         self.group, self.where, self.epoch = group, where, 0
         self.is_active = group.size > 1 and not raw.is_nccl(group)
-        self._tag = raw.reserve_tags(group) if self.is_active else 0
-        self._rows_tags = {of.ranks: raw.reserve_tags(of) for of in rows} if self.is_active else {}
+        self._tag = reserve_tags(group) if self.is_active else 0
+        self._rows_tags = {of.ranks: reserve_tags(of) for of in rows} if self.is_active else {}
         self._others = [member for member in range(group.size) if member != group.index]
         self._announced: deque[Announcement] = deque()  # of this epoch, not confirmed yet
         self._old: list[Announcement] = []  # of earlier epochs, whose rows may still be on their way
         self._inbox: dict[int, deque[tuple[Tensor, Handle]]] = {member: deque() for member in self._others}
         self._sent: deque[Handle] = deque()  # may not have arrived yet
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def announce(self, number: int, said: str) -> Announcement:
         """Tell the others what I do next."""
         note = Note.decode(Note(self.epoch, number, said).encode())
@@ -106,7 +108,7 @@ class GatherOrderCheck:
 
     def tag(self, announcement: Announcement, rows: Group) -> int:
         """For the rows of this group: another note has another tag."""
-        return self._rows_tags[rows.ranks] + zlib.crc32(announcement.note.encode()) % raw.TAGS if self.is_active else 0
+        return self._rows_tags[rows.ranks] + zlib.crc32(announcement.note.encode()) % TAGS if self.is_active else 0
 
     def abort(self, said: str) -> None:
         """An exception has ended what I was doing in this epoch. Waits for nobody."""

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.comm import raw
+from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.mesh import DATA, STAGE, Mesh
 from isograd.engine.blocks import homes
 from isograd.engine.packing import Packing, gather_rows, packing_of
@@ -346,7 +346,7 @@ class Zero3Hooks:
         self.unshard(group)
         self.wait_for_unshard()
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def unshard(self, group: ParamGroup | None) -> None:
         """Start gathering what is not there, or on its way, of a group."""
         if group is None:
@@ -370,7 +370,7 @@ class Zero3Hooks:
             handle = gather_rows(packing, sent, full, packing.owners, tag, alloc=alloc)
             announcement.rows.append((packing.owners, handle))
 
-    @raw.abort_group_on_interrupt()
+    @abort_group_on_interrupt()
     def wait_for_unshard(self) -> None:
         """Wait until all that was started is full."""
         while self._pending:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from isograd.comm import raw
 from isograd.comm.fingerprint import fingerprint
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
 from isograd.engine import Engine
 from isograd.errors import ContrastiveError
 from isograd.integrations.contrastive.ranking import Scoring, option

@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isograd.comm import raw
-from isograd.comm.raw import Group
+from isograd.comm import raw, world
+from isograd.comm.group import Group
+from isograd.comm.world import new_group
 from isograd.errors import ContrastiveError
 from isograd.losses.contrastive.losses import NegativesScope
 
 
 def world_group() -> Group:
     """The group of all ranks of the running world; a group of one without torch.distributed."""
-    rank, size = raw.world()
-    return raw.new_group("world", tuple(range(size)), rank)
+    rank, size = world.world()
+    return new_group("world", tuple(range(size)), rank)
 
 
 def count_pairs(towers: list[Tensor], group: Group) -> NegativesScope:

@@ -44,6 +44,7 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
         "steps": steps or max(1000, optimizer["warmup"]),
         "batch": batch,
         "micro_batches": micro,
+        "accumulate": "sharded" if layout.zero > 1 and micro > 1 else "local",  # ZeRO 2 keeps no whole gradients
         "log": log,
     }, keys.rows
 

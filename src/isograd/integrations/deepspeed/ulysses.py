@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.comm import raw
-from isograd.comm.raw import Group
+from isograd.comm import raw, world
+from isograd.comm.group import Group
 from isograd.comm.transport import group_of_torch, is_of_torch
 from isograd.core.mesh import Mesh
 from isograd.errors import IntegrationError
@@ -87,7 +87,7 @@ class SequenceGroups:
 
     def get_sequence_parallel_group(self) -> Any:
         """torch's process group of them."""
-        return self._mesh.group("cp").handle.process_group
+        return self._mesh.group("cp").transport.process_group
 
     def get_data_parallel_world_size(self) -> int:
         """How many sequence groups there are."""
@@ -177,7 +177,7 @@ def _of_all(batch: Mapping[str, Tensor] | None, failed: str, group: Group) -> li
         bytearray(json.dumps(failed or (None if batch is None else about)).encode()), dtype=torch.uint8
     )
     rows = [value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for value in found.values()]
-    flat = torch.cat([head, *rows]).to(raw.device())
+    flat = torch.cat([head, *rows]).to(world.device())
     sizes = raw.gather_list(torch.tensor([len(head), len(flat)], device=flat.device), group)
     padded = torch.cat([flat, flat.new_zeros(int(max(size[1] for size in sizes)) - len(flat))])
     return [_batch(one.cpu(), int(size[0])) for one, size in zip(raw.gather_list(padded, group), sizes, strict=True)]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
-from isograd.comm.raw import Group, Handle
+from isograd.comm.group import Group
+from isograd.comm.handle import Handle
 
 # (number of the block's first column among all ranks', what the columns bring, where their gradients are added)
 Work = Callable[[int, Sequence[Tensor], Tensor], None]

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from isograd.comm import raw
 from isograd.comm.fingerprint import fingerprint
-from isograd.comm.raw import even_sizes
+from isograd.comm.group import even_sizes
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import DATA
 from isograd.core.step_counters import StepCounters

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd.comm import ops, raw
-from isograd.comm.raw import Group
+from isograd.comm.group import Group
 from isograd.core.contract import declare
 from isograd.core.mesh import DATA, Mesh
 from isograd.errors import ContrastiveError

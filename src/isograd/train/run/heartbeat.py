@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from isograd.comm import raw
+from isograd.comm.world import clone_store
 from isograd.elastic.progress import StallTimer
 
 OFTEN = 16  # signs of life within the limit
@@ -30,7 +30,7 @@ class Heartbeat:
         """Before a collective of all ranks, after which `start` may read what the others have written."""
         self.rank, self.size, self.limit = rank, size, limit
         self.patience = 1.0  # times the limit
-        self._store = raw.clone_store() if size > 1 else None
+        self._store = clone_store() if size > 1 else None
         self.often = limit / OFTEN  # seconds between two signs
         self._cut_off = StallTimer(2 * self.often)  # since the store has answered, as `lost` sees it
         self._silent: list[int] = []
