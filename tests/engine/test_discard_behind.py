@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import isograd as ig
-from isograd.comm import raw, threads
+from isograd.comm import threads, world
 from isograd.core.mesh import Mesh
 from isograd.engine.data_parallel import DataParallel
 
@@ -148,7 +148,7 @@ def test_batches_that_all_ranks_drop_behind_a_refusal_are_dropped_on_all() -> No
 
 def front() -> list[str]:
     model = DataParallel(net())
-    said, rank = list[str](), raw.world()[0]
+    said, rank = list[str](), world.world()[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         failed = False

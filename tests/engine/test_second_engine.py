@@ -10,7 +10,7 @@ from torch import nn
 
 import isograd as ig
 from isograd.checkpoint import CheckpointManager
-from isograd.comm import raw, threads
+from isograd.comm import raw, threads, world
 from isograd.comm.launch import launch
 from isograd.core.mesh import Mesh
 from isograd.engine.data_parallel import DataParallel
@@ -42,7 +42,7 @@ def made(model: nn.Module, mesh: Mesh, **more: bool) -> ig.Engine:
 
 def stepped(engine: ig.Engine | DataParallel, model: nn.Module) -> str:
     """One step, or what it is refused with."""
-    x = torch.arange(8.0).reshape(2, 4).double() / (1 + raw.world()[0])
+    x = torch.arange(8.0).reshape(2, 4).double() / (1 + world.world()[0])
     try:
         if isinstance(engine, DataParallel):
             engine(x).mean().backward()
@@ -162,8 +162,8 @@ def in_a_new_world(store: str) -> list[str]:
         engine.step()
     except (KeyboardInterrupt, ig.IsogradError) as error:
         said.append(type(error).__name__)
-    raw.leave()
-    raw.join(mesh.rank, 2, store)
+    world.leave()
+    world.join(mesh.rank, 2, store)
     said.append(stepped(made(model, Mesh("dp2 zero1")), model))
     return said
 

@@ -60,9 +60,12 @@ class Counts:
     """As much of a StepState as the refusal of unequal steps looks at."""
 
     optimizer_inconsistent: str | None = None
-    _placeholders: tuple[()] = ()
     mark_inconsistent = StepState.mark_inconsistent
     mesh = Mesh.unbound("dp4", 0)
+
+    def __init__(self) -> None:
+        self._placeholders: dict[object, object] = {}
+        self._versions: dict[int, int] = {}
 
 
 @pytest.mark.parametrize(
