@@ -213,3 +213,29 @@ def test_where_layers_wait_it_is_refused_within_ten_seconds(layout: str) -> None
     ranks = 4 if "pp2 zero3" in layout else 2
     for rank, (said, took) in enumerate(threads.run(layered, ranks, layout, timeout=30)):
         assert said[0] == "stepped" and "stepped" not in said[1:] and took < 10, (rank, said, took)
+
+
+def inside_then_agreed() -> tuple[list[int], float]:
+    """The rank that failed discards in its handler, the other one nowhere. Then all drop a batch, as a Trainer does
+    at a further `train`."""
+    mesh, model = Mesh("dp2"), Scored()
+    engine = ig.Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    taken = list[int]()
+    for step in range(5):
+        if step == 2:
+            engine.discard()
+        try:
+            engine.backward(*model(rows(step, mesh.rank), ZeroDivisionError if step == mesh.rank == 1 else None))
+            engine.step()
+            taken.append(step)
+        except ZeroDivisionError:
+            engine.discard()
+        except ig.IsogradError:
+            pass
+    found = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return taken, float((found - exact(2, taken)).abs().max())
+
+
+def test_a_discard_of_all_ranks_behind_one_in_a_handler_is_no_repetition() -> None:
+    for taken, off in threads.run(inside_then_agreed, 2, timeout=20):
+        assert taken == [0, 2, 3, 4] and off < 1e-12

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -247,8 +247,10 @@ class DataParallel(nn.Module):
     def _recover(self) -> None:
         """A backward that failed has not said that it ended: drop what it left, with the other ranks."""
         if self._backward.running:
+            self._backward = _Backward()
             self._step_state.fail("a backward raised, and the next batch began")
-            self.discard()
+            with suppress(EngineError):  # here it is no refusal
+                self._gather_step_status(Status.FINE)
 
     def _begin(self) -> None:
         """An output's gradient, or a parameter's, is there."""

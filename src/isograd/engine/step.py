@@ -107,7 +107,7 @@ class StepState:
         self.loss_sums = LossSums()
         self.term_weights = TermWeights(mesh)  # of the terms of a step that has several
         self.ended = 0  # steps that were taken or dropped
-        self.left_by_others: set[int] = set()  # the value of `ended` once the step is dropped that others discard
+        self.left_by_others: set[int] = set()  # values of `ended` behind steps that others discard, in no handler
         self._versions: dict[int, int] = {}  # of parameters (ids), as an optimizer has left them
         self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
         self.final_shards: dict[Slot, Tensor] = {}  # my rows, every sum complete
@@ -483,8 +483,8 @@ class StepState:
             setattr(error, _DISCARDED, (id(self), self.ended))
 
     def skips_discard(self) -> bool:
-        """Asked by `discard`: whether all ranks have dropped that step. Behind a handler no exception tells: there, the
-        first call after a refusal is for the step that others have discarded."""
+        """Asked by `discard`: whether all ranks have dropped that step. Behind a handler no exception tells: where the
+        rank that failed has called it there, the first call after the refusal is for the same step."""
         behind = sys.exception() is None and self.ended in self.left_by_others and self.empty
         self.left_by_others.clear()
         return behind or self.already_discarded

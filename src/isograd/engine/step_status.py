@@ -11,6 +11,7 @@ travel beside the norm of the step, behind its reductions, and are read with it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ def gather_step_status(
     elif problem is not None and status not in (Status.DISCARDS, *TOGETHER):
         status = Status.FAILED
     table = gather(step_state, status, loss, settings, more)
-    if status is not Status.DISCARDS and table.ranks(Status.DISCARDS):
+    if status is not Status.DISCARDS and bool(table.more["behind"].any()):
         step_state.left_by_others.add(step_state.ended + 1)
     gave_up = table.ranks(Status.FAILED) + table.ranks(Status.DISCARDS)
     closes = step_state.mesh.on_cards and step_state.mesh.layers_wait and 0 < len(gave_up) < len(table.status)
@@ -160,6 +161,7 @@ def gather(
     if status is Status.FINE:  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
     known = [float(step_state.pending()), float(status), float(step_state.loss_sums.synced_backwards), float(settings)]
+    more = {**more, "behind": torch.tensor([float(status is Status.DISCARDS and sys.exception() is None)])}
     used = packed([slot in step_state.used for slot in step_state.plan.slots], step_state.widest)
     heads = [torch.as_tensor(number, dtype=torch.float64).reshape(1) for number in sums]
     says = [*heads, torch.tensor(known, dtype=torch.float64), used, *(part.double() for part in more.values())]
