@@ -13,13 +13,17 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw, threads
+from isograd.comm.consensus import all_gather_object
+from isograd.core.layout import Layout
 from isograd.engine import batches
 from isograd.engine.engine import Engine
 from isograd.engine.sdc import reductions
 from isograd.engine.sdc.memory import MemoryChecksum
 from isograd.engine.sdc.replay import ReplayCheck
 from isograd.errors import EngineError
+from isograd.train.sections import Safety
 from tests.checkpoint import toys
+from tests.engine.test_random_interruptions import LAYOUTS
 
 NAME = "blocks.1.mlp.up.weight"
 EXCHANGED, SIGNS = -1, -2
@@ -363,3 +367,41 @@ def refused(layout: str) -> str:
 def test_layouts_that_cannot_be_computed_again_are_refused(worlds) -> None:
     assert worlds(2).run(refused, "dp2 zero3")[0].startswith("IG582: at ZeRO 3")
     assert worlds(2).run(refused, "pp2")[0].startswith("IG582: a pipeline")
+
+
+# -- what runs by default: the weights, before each step -------------------------------------------------------------
+
+
+def flipped_weights(layout: str, dtype: torch.dtype) -> int:
+    """How many tensors the rank has that holds most. One after the other, two bits of each flip: that is named on all
+    ranks before the next step, and nothing where nothing has flipped."""
+    engine = toys.engine_of(layout, "experts" if "ep" in layout else "qwen", dtype=dtype)
+    mesh = engine.mesh
+    defaults = Safety()
+    assert (defaults.state_every, defaults.state) == (1, "weights")
+    seal = MemoryChecksum(engine, optimizer=False)  # as the loop makes it
+    toys.train(engine, 0, 1, gradients=False)
+    seal.set()
+    every = all_gather_object(list(seal._tensors()), mesh)
+    victim = max(range(len(every)), key=lambda rank: len(every[rank]))
+    keys = every[victim]
+    for key in keys:
+        for bit in (0, 14):
+            last = seal._tensors()[key].view(-1)[-1:] if mesh.rank == victim else torch.zeros(1)
+            word = last.view(torch.int16)
+            word.bitwise_xor_(1 << bit)
+            with pytest.raises(EngineError) as caught:
+                seal.check()
+            assert caught.value.code == "IG583" and f"{key} on rank {victim}" in str(caught.value)
+            word.bitwise_xor_(1 << bit)
+            seal.check()
+    return len(keys)
+
+
+HALF = [(layout, torch.bfloat16) for layout in ("dp2", "dp2 zero1", "dp2 zero3", "tp2 sp", "dp2 ep2")]
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [*((layout, torch.float32) for layout in LAYOUTS), *HALF], ids=str)
+def test_by_default_any_flipped_weight_is_found_before_the_next_step_under_every_layout(layout, dtype) -> None:
+    found = threads.run(flipped_weights, Layout.parse(layout).world_size, layout, dtype, timeout=60)
+    assert len(set(found)) == 1 and found[0] > 3

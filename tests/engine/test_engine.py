@@ -17,7 +17,7 @@ from isograd.core.contract import assemble
 from isograd.core.mesh import DATA, Mesh
 from isograd.engine import Engine
 from isograd.errors import EngineError
-from isograd.models import Transformer, preset
+from isograd.models import Transformer, TransformerConfig, preset
 from tests.native import native_transports
 
 from . import toys
@@ -323,3 +323,29 @@ def test_full_parameters_are_whole_over_zero_and_assemble_makes_them_whole_over_
     assert cut == [(-(-vocab // 2), vocab, True), (vocab // 2, vocab, True)]
     for here, whole, _ in worlds(2).run(sizes_inside_full_parameters, f"dp2 zero{zero}"):
         assert (here, whole) == (vocab, vocab)
+
+
+def seen_in_full_parameters(layout: str) -> tuple[list[int], list[int], list[str]]:
+    """Rows of the embedding inside `full_parameters`, those of the tensor that its page builds, and what of that is not
+    the weight of one device."""
+    mesh = Mesh(layout)
+    config = TransformerConfig(vocab=37, hidden=16, layers=2, heads=2, mlp=12)
+    exact = dict(Transformer(config, Mesh.unbound("dp1"), seed=3).named_parameters())
+    engine = Engine(Transformer(config, mesh, seed=3), mesh, toys.adamw)
+    with engine.full_parameters() as model, torch.no_grad():
+        here = {r.name: r.parameter for r in engine.table}
+        whole = {
+            name: assemble(p.detach(), engine.table.records[name].contract, engine.mesh) for name, p in here.items()
+        }
+        assert all(dict(model.named_parameters())[name] is p for name, p in here.items())
+    unlike = [name for name, tensor in whole.items() if not torch.equal(tensor, exact[name].view_as(tensor))]
+    return [len(here["embed.weight"])], [len(whole["embed.weight"])], unlike
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "dp2 tp2 zero3", "dp2 zero3"])
+def test_full_parameters_has_what_its_page_says_and_the_way_to_the_rest_works(worlds, layout: str) -> None:
+    """FAILURES E19: every parameter was said to be whole, and `embed.weight` had 19 of 37 rows under tp2."""
+    found = worlds(4 if "dp2 tp2" in layout else 2).run(seen_in_full_parameters, layout)
+    assert all(whole == [37] and not unlike for _, whole, unlike in found)
+    assert {rows for (rows,), _, _ in found} == ({19, 18} if "tp2" in layout else {37})
+    assert "stays cut" in str(Engine.full_parameters.__doc__) and "assemble(" in str(Engine.full_parameters.__doc__)

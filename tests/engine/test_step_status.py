@@ -63,6 +63,10 @@ class Counts:
     mark_inconsistent = StepState.mark_inconsistent
     mesh = Mesh.unbound("dp4", 0)
 
+    def __init__(self) -> None:
+        self._placeholders: dict[object, object] = {}
+        self._versions: dict[int, int] = {}
+
 
 @pytest.mark.parametrize(
     ("steps", "status", "code"),

@@ -251,7 +251,7 @@ def test_values_of_a_wrong_kind_are_named(act: str) -> None:
             engine.backward([engine(rows, labels)], weight=3)
         else:
             made(0)[0].train_batch(iter([]))
-    assert refused.value.code == {"weight": "IG515", "loss": "IG513"}.get(act, "IG868")
+    assert refused.value.code == {"weight": "IG515", "loss": "IG514"}.get(act, "IG868")
 
 
 def test_a_loss_that_transformers_made_of_labels_weighs_its_labels_and_other_losses_their_rows() -> None:

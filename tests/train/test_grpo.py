@@ -16,6 +16,7 @@ from isograd import verify
 from isograd.core import rng
 from isograd.core.mesh import Mesh
 from isograd.data import builtin_chats, preferences
+from isograd.data.show import show
 from isograd.errors import IsogradError
 from isograd.generate.rows import drawn_rows, write_rows
 from isograd.generate.sampling import Sampling, draw
@@ -280,12 +281,39 @@ def test_prompts_have_their_right_answer_in_a_column_or_behind_them(tmp_path: Pa
     ["[]", '{"prompt": "a"}', '{"prompt": "a", "answer": ""}', '{"prompt": "", "answer": "b"}',
      '{"messages": [{"role": "user", "content": "a"}]}',
      '{"prompt": "a", "answer": [{"role": "user", "content": "b"}]}',
-     '{"prompt": "a", "answer": null}', "{"],
+     '{"prompt": "a", "answer": null}', "{", '{"prompt": "a", "chosen": "b", "rejected": "c"}', '{"answer": "b"}'],
 )  # fmt: skip
 def test_a_line_without_a_prompt_or_an_answer_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
-    (tmp_path / "all.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' + line + "\n")
-    with pytest.raises(IsogradError, match=r"line 2\b"):
-        list(preferences.answered(tmp_path / "all.jsonl", "answer"))
+    """It spoke of 'chosen' and 'rejected', which are task preference's."""
+    (tmp_path / "all.jsonl").write_text('{"prompt": "a", "right": "b"}\n' + line.replace("answer", "right") + "\n")
+    with pytest.raises(IsogradError, match=r"IG927.*line 2\b") as error:
+        list(preferences.answered(tmp_path / "all.jsonl", "right"))
+    told = str(error.value).split("; keys")[0]
+    assert not any(word in told for word in ("chosen", "rejected", "pair", "two answers"))
+    assert '"right": ...' in told or "keys" in str(error.value) or "JSON" in told
+    assert "chosen" not in line or "no 'right'; keys 'prompt', 'chosen', 'rejected'" in str(error.value)
+
+
+@pytest.mark.parametrize("length", [3, 70])
+def test_what_is_left_out_or_held_out_is_called_prompts(tmp_path: Path, length: int) -> None:
+    data = {"sources": [{"path": str(tmp_path / "prompts.jsonl")}], "length": length, "held_out": 0.99}
+    config = config_of(tmp_path / "run", data=data | {"tokenizer": str(builtin_chats.tokenizer(tmp_path / "words"))})
+    texts.prepare(config)
+    with pytest.raises(IsogradError, match="IG926") as error:
+        texts.pairs(config)
+    assert "prompts are longer than" in str(error.value) and "one prompt that fits" in str(error.value)
+    assert "pair" not in str(error.value).replace(str(tmp_path), "")
+    shown = show(config.folder / "data", samples=1)
+    assert "pair" not in shown.replace(str(tmp_path), "") and "[answer: " in shown and "sample 0: prompt" in shown
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run")
+    lines = '{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": "<|im_end|>"}\n'
+    (tmp_path / "prompts.jsonl").write_text(lines)
+    with pytest.raises(IsogradError, match="IG929") as error:
+        texts.prepare(config)
+    assert error.value.where == f"{tmp_path}/prompts.jsonl, prompt 2"
 
 
 @pytest.mark.parametrize(

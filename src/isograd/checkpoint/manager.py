@@ -87,7 +87,7 @@ class CheckpointManager:
         self._buffers: dict[str, Tensor] = {}
         self._writing: Writing | None = None
         self._lock: folders.Lock | None = None
-        state.meet_to_save(engine)
+        state.meet_to_save(engine, opens=True)
         self._job = str(all_gather_object(folders.job_name(), self.mesh)[0])
         self._takes = 0  # of this job: saves, and what is written again
         all_or_none(self._take_folder, f"opening the folder {folder}", self.mesh)
@@ -154,25 +154,16 @@ class CheckpointManager:
         """A checkpoint with NaN would be resumed from for ever: the last good one stays the newest."""
         names = all_gather_object(mine[:SHOWN] + ["..."] * (len(mine) > SHOWN), self.mesh)
         if any(names):
-            raise NotFinite(
-                "IG946",
-                seen="; ".join(f"rank {rank}: {', '.join(keys)}" for rank, keys in enumerate(names) if keys),
-                step=step,
-            )
+            shown = [f"rank {rank}: {', '.join(keys)}" for rank, keys in enumerate(names) if keys]
+            raise NotFinite("IG946", seen="; ".join(shown), step=step)
 
     def _check_moment(self, step: int) -> None:
         said = all_gather_object([step, state.is_between_steps(self.engine)], self.mesh)
-        if any(other != [step, True] for other in said):
-            raise CheckpointError(
-                "IG933",
-                seen="; ".join(
-                    f"rank {rank}: step {at}"
-                    + ("" if between else ", with gradients under way, or a step failed half way")
-                    for rank, (at, between) in enumerate(said)
-                    if [at, between] != [step, True] or rank == self.mesh.rank
-                ),
-                where=self.mesh.describe_rank(),
-            )
+        busy = {True: "", False: ", with gradients under way, or a step failed half way"}
+        unlike = {rank for rank, other in enumerate(said) if other != [step, True]}
+        if unlike:
+            shown = [f"rank {r}: step {said[r][0]}{busy[said[r][1]]}" for r in sorted(unlike | {self.mesh.rank})]
+            raise CheckpointError("IG933", seen="; ".join(shown), where=self.mesh.describe_rank())
 
     @torch.no_grad()
     def _copy(self, found: Sequence[Part]) -> list[Copied]:

@@ -94,10 +94,4 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(
-            "IG918",
-            f"{path} cannot be written",
-            seen=error.strerror or str(error),
-            expected="a folder that may be written, with room left",
-            fix="make room or choose another folder; the same command then resumes where it was",
-        ) from error
+        raise DataError("IG918", seen=error.strerror or str(error), doing=f"writing {path}") from error

@@ -81,7 +81,7 @@ def prepare(
     except IsogradError as error:
         name, _, number = (error.where or "").rpartition(", document ")
         if name and number.isdigit():
-            error.where = f"{file}, pair {(int(number) - 1) // answers + 1}"
+            error.where = f"{file}, {'pair' if answers > 1 else 'prompt'} {(int(number) - 1) // answers + 1}"
         raise
 
 
@@ -102,9 +102,10 @@ def conversations(file: Path, strangers: bool) -> Iterator[tuple[list[dict[str, 
 
 def answered(file: Path, column: str) -> Iterator[tuple[list[dict[str, Any]], Any]]:
     """([the prompt with its right answer], what the prompt is) of each line of a file. column: of the answer."""
+    form = ANSWERED[0], ANSWERED[1].replace('"answer"', json.dumps(column))
     for number, value in values(file):
         found, right = value, value.get(column) if isinstance(value, dict) else None
-        if isinstance(value, dict) and column not in value:
+        if isinstance(value, dict) and not {column, "prompt"} & value.keys():
             try:
                 messages, tools = conversation(json.dumps(value))
             except IsogradError as error:
@@ -112,8 +113,8 @@ def answered(file: Path, column: str) -> Iterator[tuple[list[dict[str, Any]], An
                 raise
             found, right = {"messages": messages[:-1], "tools": tools}, messages[-1:]
         right = str(right) if isinstance(right, int | float) else right
-        found = {**found, "chosen": right, "rejected": right} if isinstance(value, dict) else value
-        lines, prompt = _written(_pair(file, number, found, ANSWERED), None)
+        found = {**found, column: right} if isinstance(value, dict) else value
+        lines, prompt = _written(_pair(file, number, found, form, (column, column)), None)
         yield lines[:1], prompt
 
 
@@ -127,10 +128,10 @@ def _written(
 
 
 def _pair(
-    file: Path, number: int, value: Any, form: tuple[str, str] = PAIR
+    file: Path, number: int, value: Any, form: tuple[str, str] = PAIR, names: tuple[str, str] = ("chosen", "rejected")
 ) -> tuple[Messages, Any, Messages, Messages]:
     """(prompt, tools, chosen, rejected) of a line, as messages. Of the prompt nothing is learned. form: what a line
-    is."""
+    is. names: of the two answers, equal where there is one."""
 
     def refused(seen: str) -> DataError:
         return DataError(
@@ -148,11 +149,11 @@ def _pair(
         raise refused(f"{error.object[error.start]!r}, half of a surrogate pair") from error
     if not isinstance(value, dict):
         raise refused(f"{type(value).__name__} instead of an object")
-    if missing := [key for key in ("chosen", "rejected") if not value.get(key)]:
+    if missing := [key for key in dict.fromkeys(names) if not value.get(key)]:
         raise refused(f"no {' and no '.join(map(repr, missing))}; keys {', '.join(map(repr, list(value)[:10]))}")
     if "prompt" in value and "messages" in value:
         raise refused("'prompt' and 'messages', of which one is the prompt")
-    chosen, rejected = (_messages(value[key], "assistant") for key in ("chosen", "rejected"))
+    chosen, rejected = (_messages(value[key], "assistant") for key in names)
     prompt = _messages(value.get("prompt", value.get("messages", [])), "user")
     if chosen is None or rejected is None or prompt is None:
         raise refused("messages that are neither text nor a list of objects with 'role'")
@@ -164,11 +165,11 @@ def _pair(
             same -= 1  # equal answers to one prompt are answers, not part of the prompt
         prompt = chosen[:same]
     if not prompt:
-        raise refused("no prompt: the two answers have no first message in common")
+        raise refused("no prompt" + ": the two answers have no first message in common" * (names[0] != names[1]))
     chosen, rejected = (
         answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer for answer in (chosen, rejected)
     )
-    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+    for name, answer in zip(names, (chosen, rejected), strict=True):
         if not answer or answer[0]["role"] != "assistant":
             raise refused(f"{name!r} has no message of the role 'assistant' where its answer should begin")
     asked = [{**one, "weight": 0} if one["role"] == "assistant" else one for one in prompt]
@@ -191,6 +192,7 @@ class Preferences:
     def __init__(self, folder: Path, *, length: int, batch: int, seed: int, held_out: float, answers: int) -> None:
         """answers: conversations of a pair: 2, or 3 with strangers; 1 of a prompt with its right answer."""
         self.batch, self.seed, self.answers, self.length = batch, seed, answers, length
+        self.unit = "pair" if answers > 1 else "prompt"
         self.sources = (Source(folder / BUILT),)
         self._tokens = Tokens(folder / BUILT)
         self._ends = self._tokens.ends(0, self._tokens.tokens)
@@ -209,8 +211,8 @@ class Preferences:
         if not self.train:
             raise DataError(
                 "IG926",
-                seen=f"{self._too_long} pairs are longer than {length} tokens, {len(self.held)} are held out",
-                expected="at least one pair that fits, and is not held out",
+                seen=f"{self._too_long} {self.unit}s are longer than {length} tokens, {len(self.held)} are held out",
+                expected=f"at least one {self.unit} that fits, and is not held out",
                 fix=f"--data.length {int(self._lengths.max())}, or a smaller --data.held_out",
                 path=folder,
             )
@@ -231,8 +233,8 @@ class Preferences:
             return ""
         longest = int(self._lengths.max())
         return (
-            f"{self._too_long:,} of {self.number:,} pairs have an answer that ends behind token {self.length}, and are "
-            f"left out (the longest has {longest:,})"
+            f"{self._too_long:,} of {self.number:,} {self.unit}s have an answer that ends behind token {self.length}, "
+            f"and are left out (the longest has {longest:,})"
         )
 
     @property
@@ -247,7 +249,7 @@ class Preferences:
 
     def describe(self) -> str:
         """For people: what is read."""
-        text = f"{len(self.train):,} pairs, {len(self.held):,} held out, {self.batch} a step, seed {self.seed}"
+        text = f"{len(self.train):,} {self.unit}s, {len(self.held):,} held out, {self.batch} a step, seed {self.seed}"
         return f"{text}\n  {self.left_out}" if self.left_out else text
 
     def numbers(self, step: int) -> list[int]:

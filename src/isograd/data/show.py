@@ -35,7 +35,7 @@ def show(
 
     packing, length: None stands for those of the task: conversations whole, in rows that hold the longest of them.
     labels: what stands before and behind what is learned, where that is not all.
-    Pairs of answers (the folder `data` of a run of task preference) are shown one by one.
+    Pairs of answers (the folder `data` of a run of task preference), and prompts of task grpo, are shown one by one.
     """
     home = Path(folder)
     of_pairs = (home / PROMPTS).exists()
@@ -56,9 +56,9 @@ def show(
     if of_pairs:
         if split != "train" or packing is not None:
             raise DataError(
-                "IG906", f"{home} holds pairs of answers, which have neither splits nor packing",
+                "IG906", f"{home} holds rows of a run's own, which have neither splits nor packing",
                 seen=f"--split {split}" if packing is None else f"--packing {packing}",
-                expected="none of these options", fix="a run holds pairs out by data.held_out when it starts",
+                expected="none of these options", fix="a run holds some out by data.held_out when it starts",
             )  # fmt: skip
         return "\n".join([*lines, *_pairs(home, manifest, length, samples, seed, decode, labels)])
     chats = manifest.recipe.template is not None
@@ -104,13 +104,15 @@ def _pairs(
     answers = documents // max(1, (folder / PROMPTS).stat().st_size // 8)
     length = length or _room(Tokens(folder / BUILT))
     pairs = Preferences(folder, length=length, batch=samples, seed=seed, held_out=0.0, answers=answers)
-    yield f"  {pairs.number:,} pairs, rows of at most {length} tokens" + (", with strangers (KTO)" * (answers == 3))
+    yield f"  {pairs.number:,} {pairs.unit}s, rows of at most {length} tokens" + (
+        ", with strangers (KTO)" * (answers == 3)
+    )
     yield from [f"  {pairs.left_out}"] if pairs.left_out else []
     yield f"  {_legend(labels)}"
     for sample, pair in enumerate(pairs.numbers(0)):
-        yield f"\nsample {sample}: pair {pair}"
+        yield f"\nsample {sample}: {pairs.unit} {pair}"
         for answer in range(answers):
-            name = ("chosen", "rejected", "stranger")[answer]
+            name = ("chosen", "rejected", "stranger")[answer] if answers > 1 else "answer"
             rows = pairs.rows([pair], range(1), range(answer, answer + 1))
             ids, following = rows["tokens"][0, 0].tolist(), rows["labels"][0, 0].tolist()
             marks = [False, *(label != IGNORE for label in following[:-1])]

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -45,7 +45,8 @@ from isograd.core.mesh import Mesh
 from isograd.core.step_counters import StepCounters
 from isograd.engine import step_status, validation
 from isograd.engine.plan import Slot, make_plan
-from isograd.engine.step import ReduceWhen, StepState
+from isograd.engine.reducer import ReduceWhen
+from isograd.engine.step import StepState
 from isograd.engine.step_status import Status
 from isograd.engine.window import Window
 from isograd.engine.zero import gather_gradients
@@ -128,7 +129,8 @@ class DataParallel(nn.Module):
         self._backward = _Backward()  # the running one
         self._steps = _Steps()
         for slot in self._plan.slots:
-            validation.replace_hook(slot.parameter, partial(self._arrived, slot), self._entering)
+            arrived = partial(self._arrived, slot)
+            validation.replace_hook(slot.parameter, self._step_state, arrived, self._entering)
         self.register_load_state_dict_pre_hook(_rename)  # type: ignore[no-untyped-call]
 
     # -- what users call
@@ -198,7 +200,7 @@ class DataParallel(nn.Module):
     def discard(self) -> None:
         """Drop what all backwards since the last `zero_grad` have gathered; every rank calls it. `.grad` is None."""
         self._backward = _Backward()
-        if not self._step_state.already_discarded:
+        if not self._step_state.skips_discard():
             self._gather_step_status(Status.DISCARDS)
             self._step_state.mark_discarded()
 
@@ -245,8 +247,10 @@ class DataParallel(nn.Module):
     def _recover(self) -> None:
         """A backward that failed has not said that it ended: drop what it left, with the other ranks."""
         if self._backward.running:
+            self._backward = _Backward()
             self._step_state.fail("a backward raised, and the next batch began")
-            self.discard()
+            with suppress(EngineError):  # here it is no refusal
+                self._gather_step_status(Status.FINE)
 
     def _begin(self) -> None:
         """An output's gradient, or a parameter's, is there."""

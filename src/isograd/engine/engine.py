@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -42,8 +42,9 @@ from isograd.engine.gradients import Gradients
 from isograd.engine.nonfinite import find_nonfinite
 from isograd.engine.plan import make_plan, slot_of
 from isograd.engine.precision import LossScale
+from isograd.engine.reducer import ReduceWhen
 from isograd.engine.stats import Stats
-from isograd.engine.step import ReduceWhen, State, StepState
+from isograd.engine.step import State, StepState
 from isograd.engine.step_status import Status, StepStatus, StepTotals
 from isograd.engine.term_weights import on_host
 from isograd.engine.tree import tree_sum
@@ -76,6 +77,7 @@ class Engine:
         matrices: Sequence[str] = (),
         accumulate: Literal["local", "sharded"] = "local",
         elementwise: bool = False,
+        accept_weights: bool = False,
     ) -> None:
         """`optimizer` makes a torch optimizer from the row shards it is given.
 
@@ -92,6 +94,7 @@ class Engine:
             reduced once, as in no_sync. "sharded": each reduced into its owners' rows, and freed.
         elementwise: True says of an optimizer that is not torch's that it steps each element by itself (of `matrices`:
             each matrix), so that ranks may step parts of a parameter.
+        accept_weights: train weights in which an earlier Engine's optimizer has left half a step (IG559), as they are.
         """
         validation.refuse_wrapped(model, mesh)
         validation.detach_previous_engine(model)
@@ -140,7 +143,9 @@ class Engine:
         self._counts_ahead = self._tallies.needs_prepass()
         self._watch = validation.Watch(model, self.plan, moving=stage == 3)
         for slot in self.plan.slots:
-            validation.replace_hook(slot.parameter, partial(self.step_state.arrived, slot))
+            validation.replace_hook(slot.parameter, self.step_state, partial(self.step_state.arrived, slot))
+        if accept_weights or weights is not None:
+            self.step_state.mark_consistent()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -175,7 +180,7 @@ class Engine:
             with self.backward_context() as step_state:
                 step_state.backward_terms(loss)
             return
-        validation.check_loss(loss, weight, self.mesh)  # before the backward begins: nothing is left behind
+        validation.check_mean("the loss", loss, weight, self.mesh)  # before the backward begins: nothing is left behind
         with self.backward_context() as step_state:
             step_state.backward_loss(loss, weight)
 
@@ -221,7 +226,7 @@ class Engine:
         Every rank calls it. A rank that calls `step` or `grads` instead raises IG558, and its step is dropped, too.
         While an exception is handled whose step is dropped already, `discard` returns at once.
         """
-        if not self.step_state.already_discarded:
+        if not self.step_state.skips_discard():
             self._gather_step_status(Status.DISCARDS)
             self.step_state.mark_discarded()
 
@@ -232,7 +237,6 @@ class Engine:
         or `ig.Terms`. The weights of terms are counted before the first backward: by the model's `term_weights`, called
         like the model, which returns {name: weight} (None: no terms); without it, by a pass without gradients.
         """
-        self._refuse_failed()
         try:
             with self._watch.naming_changes(self.mesh):
                 self.accumulate(batch, micro_batches)
@@ -248,7 +252,9 @@ class Engine:
             return
         if isinstance(error, Exception) and not self.mesh.layers_wait:
             self.step_state.fail(error)
-            self.discard()
+            with suppress(EngineError):  # in place of `error`
+                self._refuse_failed()
+            self.step_state.mark_discarded(error)
         elif not isinstance(error, IsogradError):
             self.step_state.fail(error)
 
@@ -259,8 +265,7 @@ class Engine:
         if self._counts_ahead:
             self.count(micros)
         begun = self.step_state.term_weights.expected is not None
-        weights = None if begun else batches.said_weights(self.model, micros)
-        if weights is not None:
+        if not begun and (weights := batches.said_weights(self.model, micros)) is not None:
             self.begin(**weights)
         if self.pipeline is not None:
             self.pipeline.refuse(micros)
@@ -456,7 +461,6 @@ class Engine:
             columns = term_weights.columns()
         else:
             own, columns = term_weights.message(announces)
-
         can = self._device_decision.possible(whole and status is Status.FINE and term_weights.expected is None)
         more = {"inputs": self._inputs.columns(), "terms": columns, "device": can}
         return step_status.gather_step_status(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -29,6 +30,14 @@ from isograd.engine.sdc.reductions import ReductionSums
 
 PATIENCE = 1.0  # seconds that a backward waits for a bucket of the one before
 AT_ONCE = 2  # buckets that stay under way before `launch` asks whether they have arrived
+
+
+class ReduceWhen(Enum):
+    """When the buckets of a backward leave for their owners. The same on all data ranks."""
+
+    GRAD_READY = "with their last gradient, in the order of the plan"
+    BLOCK_DONE = "when backward has left their block, and at its end"
+    STEP = "at the step, or with the next backward that lets them"
 
 
 class Reducer:

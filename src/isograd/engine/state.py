@@ -473,9 +473,9 @@ def is_between_steps(engine: Engine) -> bool:
     return engine.step_state.empty and engine.step_state.optimizer_inconsistent is None
 
 
-def meet_to_save(engine: Engine) -> None:
+def meet_to_save(engine: Engine, opens: bool = False) -> None:
     """Before a checkpoint all ranks meet. One that steps instead hears of it, and so do the others (IG555)."""
-    engine._gather_step_status(Status.SAVES)
+    engine._gather_step_status(Status.OPENS if opens else Status.SAVES)
 
 
 def drop_step(engine: Engine) -> None:

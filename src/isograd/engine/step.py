@@ -42,7 +42,7 @@ from isograd.engine import validation
 from isograd.engine.grad_placeholder import GradPlaceholder, changed_by_hand
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.precision import LossScale
-from isograd.engine.reducer import Reducer, zeros_of
+from isograd.engine.reducer import Reducer, ReduceWhen, zeros_of
 from isograd.engine.term_weights import LossSums, TermWeights, number_on, weighted
 from isograd.engine.tree import Tree
 from isograd.engine.zero3.param_group import Zero3Hooks
@@ -58,14 +58,6 @@ class State(Enum):
     BACKWARD = "in a backward"
     REDUCED = "reduced"  # every sum is complete; a further backward opens it again
     FAILED = "failed"  # takes nothing more; all ranks refuse the step
-
-
-class ReduceWhen(Enum):
-    """When the buckets of a backward leave for their owners. The same on all data ranks."""
-
-    GRAD_READY = "with their last gradient, in the order of the plan"
-    BLOCK_DONE = "when backward has left their block, and at its end"
-    STEP = "at the step, or with the next backward that lets them"
 
 
 @dataclass(frozen=True)
@@ -110,9 +102,13 @@ class StepState:
         self.state = State.OPEN
         self.failure: str | None = None  # why the state is FAILED
         self.optimizer_inconsistent: str | None = None  # why no step can be right until a checkpoint is loaded
+        self.made_at = validation.user_line()
+        self.taken_over: list[str] = []  # where Engines were made that have taken parameters over
         self.loss_sums = LossSums()
         self.term_weights = TermWeights(mesh)  # of the terms of a step that has several
         self.ended = 0  # steps that were taken or dropped
+        self.left_by_others: set[int] = set()  # values of `ended` behind steps that others discard, in no handler
+        self._versions: dict[int, int] = {}  # of parameters (ids), as an optimizer has left them
         self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
         self.final_shards: dict[Slot, Tensor] = {}  # my rows, every sum complete
         self.full: dict[Slot, Tensor] = {}  # memory of a whole gradient
@@ -154,7 +150,14 @@ class StepState:
 
     def mark_inconsistent(self, why: str) -> None:
         """Copies of parameters may differ: no step is right until a checkpoint is loaded."""
-        self.optimizer_inconsistent = self.optimizer_inconsistent or why
+        if self.optimizer_inconsistent is None:
+            self.optimizer_inconsistent = why  # before others' optimizers write, there are no versions to remember
+            self._versions.update({id(slot.parameter): slot.parameter._version for slot in self._placeholders})
+
+    def torn(self, parameter: Tensor) -> str | None:
+        """Why this parameter may have half a step, if it does and nothing has been written into it since then."""
+        same = self._versions.get(id(parameter), parameter._version) == parameter._version
+        return self.optimizer_inconsistent if same else None
 
     def mark_consistent(self) -> None:
         """They are equal again, on all ranks."""
@@ -170,7 +173,7 @@ class StepState:
         self.must_be(State.BACKWARD)
         if self.term_weights.expected is not None:
             raise self.term_weights.mixed()
-        validation.check_loss(loss, weight, self.mesh)
+        validation.check_mean("the loss", loss, weight, self.mesh)
         count = number_on(loss.device, weight)
         nothing = validation.adds_nothing(loss, weight, self.mesh)
         if not nothing or self.units is not None:  # at ZeRO 3 the other ranks gather parameters with this one
@@ -295,20 +298,15 @@ class StepState:
 
     def must_be(self, *states: State) -> None:
         """Refuse what the state of the step does not allow."""
+        if self.taken_over:
+            raise EngineError("IG578", where=self.mesh.describe_rank(), old=self.made_at, new=self.taken_over[-1])
         if self.state in states:
             return
         if self.state is State.FAILED:
             self.status_group.refuse_closed()  # nothing can drop the step
             if self.units is not None:  # the others may have begun theirs, and wait for this rank
                 self.units.abort("refused a backward: an earlier one had failed")
-            raise EngineError(
-                "IG550",
-                "a backward of this step failed; the step takes no further one",
-                seen=self.failure,
-                expected="the failed step to be dropped before the next one begins",
-                fix="call engine.discard() on every rank (engine.step() refuses the step on every rank), then go on",
-                where=self.mesh.describe_rank(),
-            )
+            raise EngineError("IG550", seen=self.failure, where=self.mesh.describe_rank(), failed="this rank")
         allowed = " or ".join(state.value for state in states)
         raise EngineError("IG552", where=self.mesh.describe_rank(), state=self.state.value, allowed=allowed)
 
@@ -329,7 +327,7 @@ class StepState:
         """Called when a gradient has been accumulated into `slot.parameter.grad`."""
         gradient, slot.parameter.grad = slot.parameter.grad, None
         if self._run is None:
-            raise EngineError("IG510", where=self.mesh.describe_rank(), name=slot.name)
+            raise EngineError("IG510", where=self.mesh.describe_rank(), name=slot.name, made_at=self.made_at)
         if gradient is not None:
             self._taken_in(slot, gradient)
         if self._run.reduces and self._outgoing.when is ReduceWhen.GRAD_READY:
@@ -346,10 +344,6 @@ class StepState:
         if self.reproducible or self.keep_full:  # else half precision is cast as its bucket is packed
             gradient = gradient.to(slot.dtype)
         self.local[slot] = gradient if before is None else before.to(slot.dtype).add_(gradient)
-
-    def replace_own(self, slot: Slot, gradient: Tensor) -> None:
-        """This rank's own sum, as the user has edited it."""
-        self.local[slot] = gradient.to(slot.dtype)
 
     def forget_own(self) -> None:
         """This rank's own sums were cleared by the user, and their weight with them."""
@@ -487,6 +481,13 @@ class StepState:
         error = error or sys.exception()
         with suppress(AttributeError):  # no exception, or one of a class with __slots__
             setattr(error, _DISCARDED, (id(self), self.ended))
+
+    def skips_discard(self) -> bool:
+        """Asked by `discard`: whether all ranks have dropped that step. Behind a handler no exception tells: where the
+        rank that failed has called it there, the first call after the refusal is for the same step."""
+        behind = sys.exception() is None and self.ended in self.left_by_others and self.empty
+        self.left_by_others.clear()
+        return behind or self.already_discarded
 
     @property
     def already_discarded(self) -> bool:

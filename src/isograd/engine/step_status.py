@@ -11,6 +11,7 @@ travel beside the norm of the step, behind its reductions, and are read with it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class Status(IntEnum):
     INCONSISTENT = 4  # the optimizer raised in an earlier step: no step is right until a checkpoint is loaded
     SAVES = 5  # between two steps: a checkpoint is saved
     EVALUATES = 6  # not at its end: an evaluation ends
+    OPENS = 7  # a folder of checkpoints, perhaps to load one
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class Late:
     complete: Callable[[Tensor], StepStatus]  # the whole table, of all ranks' rows of it in host memory
 
 
-TOGETHER = {Status.SAVES: "save a checkpoint", Status.EVALUATES: "evaluate"}  # all ranks, or none
+# All ranks, or none:
+TOGETHER = {Status.SAVES: "save a checkpoint", Status.EVALUATES: "evaluate", Status.OPENS: "open a folder"}
 LAYER_S = 5.0  # seconds after which a rank that gives up a step closes its connections, where layers wait for it
 SAME_LOSS = 1e-3  # relative: ranks of a tp group compute one loss from the same numbers; devices of two kinds may round
 BITS = 48
@@ -110,11 +113,13 @@ def gather_step_status(
     has failed in. may_be_late: the caller completes and decides a table that has a part on cards.
     """
     problem = step_state.optimizer_inconsistent or (step_state.failure if wrong is None else str(wrong).splitlines()[0])
-    if step_state.optimizer_inconsistent and status is not Status.DISCARDS:
+    if step_state.optimizer_inconsistent and status not in (Status.DISCARDS, Status.OPENS):
         status = Status.INCONSISTENT
     elif problem is not None and status not in (Status.DISCARDS, *TOGETHER):
         status = Status.FAILED
     table = gather(step_state, status, loss, settings, more)
+    if status is not Status.DISCARDS and bool(table.more["behind"].any()):
+        step_state.left_by_others.add(step_state.ended + 1)
     gave_up = table.ranks(Status.FAILED) + table.ranks(Status.DISCARDS)
     closes = step_state.mesh.on_cards and step_state.mesh.layers_wait and 0 < len(gave_up) < len(table.status)
     if closes:  # their kernels wait for messages of a layer that these ranks will not send
@@ -156,6 +161,7 @@ def gather(
     if status is Status.FINE:  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
     known = [float(step_state.pending()), float(status), float(step_state.loss_sums.synced_backwards), float(settings)]
+    more = {**more, "behind": torch.tensor([float(status is Status.DISCARDS and sys.exception() is None)])}
     used = packed([slot in step_state.used for slot in step_state.plan.slots], step_state.widest)
     heads = [torch.as_tensor(number, dtype=torch.float64).reshape(1) for number in sums]
     says = [*heads, torch.tensor(known, dtype=torch.float64), used, *(part.double() for part in more.values())]
@@ -224,27 +230,14 @@ def refuse_failed(table: StepStatus, step_state: StepState, problem: str | None,
         seen = "; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())
         if all(reason.removeprefix("EngineError: ").startswith("IG553") for reason in failed.values()):
             raise changed_by_hand(f"gradients of {ranks_failed}", mesh.describe_rank(), seen)
-        raise EngineError(
-            "IG550",
-            f"the step is refused on all ranks: {ranks_failed} failed in it",
-            seen=seen,
-            expected="every backward of a step to end well on every rank",
-            fix="nothing of the step is left, on any rank: continue with the next batch, or stop",
-            where=mesh.describe_rank(),
-        )
+        raise EngineError("IG550", seen=seen, where=mesh.describe_rank(), failed=ranks_failed)
     raise EngineError("IG558", where=mesh.describe_rank(), ranks=table.ranks(Status.DISCARDS))
 
 
 def _inconsistent(step_state: StepState, why: Mapping[int, str]) -> EngineError:
     step_state.mark_inconsistent(f"learned of it from rank {min(why)}")
-    return EngineError(
-        "IG559",
-        "an optimizer raised",
-        seen="; ".join(f"rank {rank}: {said}" for rank, said in why.items()),
-        expected="optimizers that step on every rank, or on none: parameters may have changed in part",
-        fix="load parameters and optimizer on all ranks, by CheckpointManager.load or load_state; or end",
-        where=step_state.mesh.describe_rank(),
-    )
+    said = "; ".join(f"rank {rank}: {text}" for rank, text in why.items())
+    return EngineError("IG559", seen=said, where=step_state.mesh.describe_rank())
 
 
 def optimizer_problem(step_state: StepState, raised: BaseException | None) -> BaseException | None:
@@ -266,14 +259,7 @@ def refuse_parted(table: StepStatus, step_state: StepState) -> None:
     if bool((steps != steps[0]).any()) and not table.ranks(Status.INCONSISTENT):
         counted = ", ".join(f"rank {rank}: {int(count)}" for rank, count in enumerate(steps))
         step_state.mark_inconsistent(f"optimizers have stepped unequally often ({counted})")
-        raise EngineError(
-            "IG559",
-            "an optimizer has stepped on some ranks only: copies of the parameters differ",
-            seen=f"steps of {counted}",
-            expected="a step on every rank, or on none: an exception between backward and step ends it on one alone",
-            fix="load a checkpoint on all ranks (accelerator.load_state), or end; catch an exception where it arises",
-            where=step_state.mesh.describe_rank(),
-        )
+        raise EngineError("IG559", seen=f"steps of {counted}", where=step_state.mesh.describe_rank())
 
 
 def refuse_wrong(table: StepStatus, mesh: Mesh) -> None:

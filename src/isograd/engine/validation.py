@@ -6,6 +6,7 @@ Each refusal names a state in which gradients would be silently wrong.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -199,35 +200,16 @@ def _refuse_unequal(replicated: list[ContractRow], axes: str, mesh: Mesh) -> Non
         raise EngineError("IG506", seen=seen, where=mesh.describe_rank(), axes=axes)
 
 
-def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:
-    """Refuse a loss that backward cannot start from, and a weight that is not one number."""
-    if not isinstance(loss, Tensor):
-        raise EngineError(
-            "IG513",
-            "backward of what is no loss",
-            seen=type(loss).__name__,
-            expected="one tensor, or ig.Terms",
-            where=mesh.describe_rank(),
-        )
-    check_mean("the loss", loss, weight, mesh)
-
-
 def check_mean(name: str, value: Any, weight: Any, mesh: Mesh, *, trains: bool = True) -> None:
-    """The same of the loss or of one of its terms. `trains`: its gradient is asked for."""
+    """Refuse a loss, or a term of one, that backward cannot start from, and a weight that is not one number. `trains`:
+    its gradient is asked for."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise EngineError("IG514", seen=seen, where=mesh.describe_rank(), name=name)
     if not is_weight(weight):
         raise bad_weight(name, weight, mesh)
     if trains and not value.requires_grad:
-        raise EngineError(
-            "IG513",
-            f"{name} does not need a gradient",
-            seen="requires_grad is False: detached, computed under no_grad, or independent of every parameter",
-            expected="a value computed by the model with gradients enabled",
-            fix="a term of which a rank has nothing has a weight of 0; one that is only shown has a coefficient of 0",
-            where=mesh.describe_rank(),
-        )
+        raise EngineError("IG513", where=mesh.describe_rank(), name=name)
 
 
 def is_weight(weight: object, waits: bool = False) -> bool:
@@ -294,17 +276,23 @@ def is_watched(parameter: nn.Parameter) -> bool:
 
 def replace_hook(
     parameter: nn.Parameter,
+    holder: Any,
     arrived: Callable[[Tensor], None],
     entering: Callable[[Tensor], Tensor | None] | None = None,
 ) -> None:
-    """One engine holds a parameter: a new one takes it over from the one before. `entering` is called with a gradient
-    before it is added to `.grad`, `arrived` after that."""
-    for handle in getattr(parameter, "_isograd_hooks", ()):
+    """One engine holds a parameter: a new one, whose step state is `holder`, takes it over, with half a step if that is
+    in it. `entering` is called with a gradient before it is added to `.grad`, `arrived` after that."""
+    before: Any = getattr(parameter, "_isograd_hooks", Handles())
+    for handle in before:
         handle.remove()
+    if before.holder is not None:
+        before.holder.taken_over.append(holder.made_at)
+        if (why := before.holder.torn(parameter)) is not None:
+            holder.mark_inconsistent(f"{why} (in a step of the Engine made at {before.holder.made_at})")
     setattr(arrived, _OURS, True)
     handles = [parameter.register_post_accumulate_grad_hook(arrived)]
     handles += [parameter.register_hook(entering)] if entering is not None else []
-    parameter._isograd_hooks = Handles(handles)  # type: ignore[attr-defined]
+    parameter._isograd_hooks = Handles(handles, holder)  # type: ignore[attr-defined]
 
 
 def refuse_options(given: Mapping[str, object], only: Mapping[str, object], mesh: Mesh) -> None:
@@ -368,3 +356,11 @@ class Watch:
             changed = sorted(n for n in now.keys() | self._known.keys() if now.get(n) != self._known.get(n))
             return EngineError("IG517", where=mesh.describe_rank(), names=changed[:8])
         return None
+
+
+def user_line() -> str:
+    """'train.py:33': the nearest line that is neither isograd's nor torch's."""
+    frame, ours = sys._getframe(1), ("isograd", "torch.", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -87,7 +87,7 @@ class Window:
         for slot in step_state.local:  # it may have been edited; of half precision it is a copy
             shown, own = slot.parameter.grad, step_state.local[slot]
             if shown is not None and shown is not own and shown._version != self._shown.left[slot][1]:
-                step_state.replace_own(slot, shown)
+                step_state.local.update({slot: shown.to(slot.dtype)})
 
     def _is_cleared(self, slot: Slot) -> bool:
         """(Gradients may be zero by themselves.)"""

@@ -250,6 +250,9 @@ IG916: {folder} holds something else
   expected: a new folder, or this build
 IG917: {path} is not the file that this build began with
   expected: inputs that stay as they were when their build began
+IG918: {doing} failed
+  expected: files that can be read, and a folder that may be written, with room left
+  fix:      make room or fix permissions; the same command then resumes where it was
 IG919: {path} needs the pyarrow package
   fix:      pip install pyarrow
 IG920: {path} cannot be read
@@ -264,7 +267,7 @@ IG924: a build that cannot be made
             'refuse', 'keep' or 'text'; shard_bytes, workers and largest_document of at least 1
 IG925: these options do not describe a file of pairs
   expected: two keys, a batch of at least 1, held_out from 0 to below 1
-IG926: {path} has no pair to train on
+IG926: {path} has nothing to train on
 IG927: {path}: line {number} is no {kind}
   fix:      fix or remove the line
 IG928: {path} holds numbers that no build writes

@@ -63,7 +63,7 @@ IG507: parameter {name!r} already carries a gradient
   expected: gradients that the engine has weighed itself
   fix:      call model.zero_grad() before making the Engine
 IG510: a gradient of {name!r} arrived outside engine.backward, and was left out
-  seen:     loss.backward() or torch.autograd.backward on parameters that an Engine holds
+  seen:     loss.backward() or torch.autograd.backward on parameters that the Engine made at {made_at} holds
   expected: engine.backward(loss, weight=...), which knows the weight of the loss
   fix:      requires_grad_(False) on this model while another engine's loss passes through it
 IG511: step() was called inside no_sync()
@@ -73,6 +73,10 @@ IG512: the step has no weight: no rank contributed a token
   seen:     weights per data rank: {weights}
   expected: a positive sum of weights over the data ranks and backwards of a step
   fix:      call engine.backward(loss, weight=count) at least once before engine.step()
+IG513: {name} does not need a gradient
+  seen:     requires_grad is False: detached, computed under no_grad, or independent of every parameter
+  expected: a value computed by the model with gradients enabled
+  fix:      a term of which a rank has nothing has a weight of 0; one that is only shown has a coefficient of 0
 IG514: the value of {name} is not one number
   expected: a scalar tensor: the mean over this rank's tokens (rows, ...), with their number as its weight
 IG515: the weight of {name} is negative, NaN, infinite, or not one number
@@ -168,6 +172,9 @@ IG549: a loss counts by its rows, and they are not known
   seen:     a backward of a loss that no output of model(...) is a part of, without weigh
   expected: the loss of what model(...) returned, not model.module or a method of it
   fix:      call model(...); or loss = model.weigh(loss, rows) (accelerate: backward(loss, weight=rows))
+IG550: the step is refused on all ranks: {failed} failed in it
+  expected: every backward of a step to end well on every rank
+  fix:      engine.discard() on every rank, where none has refused the step yet; then continue with the next batch
 IG551: the gradient of {found!r} belongs to a step that is not finished, and was used by hand
   seen:     {func} on its .grad: clip_grad_norm_, loss.backward(), optimizer.step(), or zero_grad in place
   expected: Engine(clip=...), engine.backward(loss, weight=...), engine.step(), engine.grads() to look
@@ -194,6 +201,10 @@ IG558: the step was discarded by another rank
   seen:     engine.discard() on ranks {ranks}, engine.step() or engine.grads() here
   expected: all ranks to discard a step, or none
   fix:      nothing of the step is left, on any rank: continue with the next batch
+IG559: an optimizer raised, or has stepped on some ranks only: parameters may have half a step, and copies may differ
+  expected: optimizers that step on every rank, or on none; exceptions that are caught where they arise
+  fix:      load a checkpoint on all ranks (CheckpointManager.load, load_state); or load weights and make a new
+            Engine; or take them as they are, with ig.Engine(..., accept_weights=True)
 IG560: the term {name!r} is not (value, weight) or (value, weight, coefficient)
   expected: the mean, the number of things it is the mean of, and a finite number that the mean is multiplied with in
             the loss (1 if left out)
@@ -241,6 +252,8 @@ IG574: {use} of a ZeRO 3 model whose parameters are not gathered
 IG575: {shapes} are not tensors of one shape
   expected: one number in each for every token (or sequence)
   fix:      cut all of them as the tokens are cut, by rows and by places; expand what is the same for many
+IG578: the Engine made at {old} has no model any more: the one made at {new} has taken it over
+  fix:      call the new Engine; or give it a model of its own
 IG580: a message or a sum of this step was changed
   expected: what the ranks have sent, and its sums, up to rounding
   fix:      engine.discard() on all ranks, and the step again; if it happens again, the rank named is faulty

@@ -94,7 +94,7 @@ def _checked(config: Config, mesh: Mesh) -> Any:
         refuse_packing(library, mesh)
     if config.pads_rows and getattr(text_of(library), "output_router_logits", False):
         raise ConfigError(
-            "IG643", "the balance loss of experts is not in the loss of pairs",
+            "IG643", f"the balance loss of experts is not in the loss of task {config.task}",
             seen="output_router_logits true in the folder's config.json", expected="false",
             fix="set output_router_logits to false in a copy of config.json",
         )  # fmt: skip

@@ -486,13 +486,7 @@ class _Run:
 
 
 def _no_data(error: Exception) -> DataError:
-    return DataError(
-        "IG918",
-        "preparing data failed",
-        seen=headline(error),
-        expected="texts that can be read, and a folder that can be written, with enough space",
-        fix="make room or fix permissions; the same command then resumes",
-    )
+    return DataError("IG918", seen=headline(error), doing="preparing data")
 
 
 def _any_rank(mesh: Mesh, mine: bool) -> bool:

@@ -78,7 +78,7 @@ class PreferenceTask:
         self.data = texts.pairs(config)
         notice = [said for said in (self.data.left_out, self.data.as_text) if said]
         if not self.data.held and texts.wants_evaluation(config):
-            notice.append("no evaluation: no pair is held out (data.held_out)")
+            notice.append(f"no evaluation: no {self.data.unit} is held out (data.held_out)")
         self.per_step = config.batch
         self.decode = read_tokenizer(self.data) if config.log.sample else None
         refuse_vocabulary(self.data, vocabulary(config))
@@ -234,7 +234,4 @@ def _read(file: Path, key: str, shape: tuple[int, int]) -> Tensor | None:
 
 def unwritten(error: Exception) -> DataError:
     """IG918, to be raised."""
-    return DataError(
-        "IG918", "references could not be written", seen=headline(error), expected="a run's folder with enough space",
-        fix="make room or fix permissions; the same command then computes them again",
-    )  # fmt: skip
+    return DataError("IG918", seen=headline(error), doing="comparing with the model before the first step")

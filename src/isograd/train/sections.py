@@ -114,7 +114,7 @@ class Text(Section):
     path: str | None = Field(
         default=None,
         description="a folder made by `isograd data build`; of task chat, also a file of conversations; of task "
-        "preference, a file of pairs of answers",
+        "preference, a file of pairs of answers; of task grpo, a file of prompts with their right answers",
     )
     builtin: Literal["stdlib", "sums", "docstrings"] | None = Field(
         default=None,
@@ -142,7 +142,7 @@ class Data(Section):
     )
     tokenizer: str | None = Field(
         default=None,
-        description="of tasks chat and preference: a folder with a tokenizer and chat template; null: model.path",
+        description="of tasks chat, preference and grpo: a folder with a tokenizer and chat template; null: model.path",
     )
     held_out: Share = Field(default=0.05, description="share of the conversations, or built-in texts, held out")
     seed: Seed = Field(default=0, description="of the order, which is a function of seed and step alone")

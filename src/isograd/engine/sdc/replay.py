@@ -32,7 +32,7 @@ from isograd.core.step_counters import StepCounters
 from isograd.engine.batches import call
 from isograd.engine.engine import Engine
 from isograd.engine.plan import Slot
-from isograd.engine.step import ReduceWhen
+from isograd.engine.reducer import ReduceWhen
 from isograd.errors import EngineError
 
 SHOWN = 4

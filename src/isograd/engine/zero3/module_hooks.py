@@ -50,7 +50,11 @@ class Nothing:
 
 
 class Handles(list[Any]):
-    """Of the hooks of a parameter. A saved copy of it has none."""
+    """Of the hooks of a parameter, and the step state of their engine. A saved copy of it has none."""
+
+    def __init__(self, handles: Iterable[Any] = (), holder: Any = None) -> None:
+        super().__init__(handles)
+        self.holder = holder
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, ()
