@@ -66,7 +66,7 @@ def compare(
             fix="record both for at least one whole step",
         )
     # The reference knows which of two scales is the right one, and shows a mean of means by its gradients.
-    free = check(candidate, leave_out=(scales, counted, undivided))
+    free = check(candidate, leave_out=(scales, counted, undivided, coefficients_unjudged))
     explained = [f for f in data if f.verdict == BUG]
     narrow = noise is not None or limit_of(Analysis(candidate, steps[0])) > tolerances.NARROW
     again = "again" in reference.about  # each step began with the candidate's own weights

@@ -258,13 +258,14 @@ class Changed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Carried(Event):
-    """What a backward begins with was made from a tensor that a module carries from step to step, and that has changed
-    since it was first seen; `carried/NAME` is its sketch."""
+    """What a backward begins with was made, first at `site`, from a tensor that a program carries from step to step and
+    that has changed since it was first seen; `carried/NAME` is its sketch."""
 
     kind: ClassVar[str] = "carried"
     name: str
-    began: str  # its hash when it was first seen
+    began: str  # its hash when it was first seen; '' where that was in a later step
     own: str  # before a wrapper made it that of rank 0
+    site: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
