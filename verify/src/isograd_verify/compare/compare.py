@@ -27,6 +27,7 @@ from isograd_verify.compare.values import difference, norm, nothing, of_rank, si
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.analysis import INSIDE, Analysis
 from isograd_verify.judge.checks import check, placed
+from isograd_verify.judge.checks.balance import coefficients_unjudged
 from isograd_verify.judge.checks.gradients import scales
 from isograd_verify.judge.checks.losses import counted, undivided
 from isograd_verify.judge.checks.traffic import local_steps

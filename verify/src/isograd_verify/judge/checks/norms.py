@@ -1,4 +1,4 @@
-"""Checks of norm and clip: one norm on all ranks, which counts every element once, and one factor."""
+"""Checks of norm and clip: one norm on all ranks, which counts every element once, one factor, and no scaler's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.naming import class_of
-from isograd_verify.record.events import Key, Norm
+from isograd_verify.record.events import Key, Norm, ScaledClip
 from isograd_verify.tell.findings import BUG, Finding, listed
 from isograd_verify.tell.wording import axis_over, finding, spread
 
@@ -66,6 +66,20 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
             axis=axis_over(analysis.recording, _unlike(factors)),
             coefficients=bars,
         )
+
+
+def scaled_clips(analysis: Analysis) -> Iterator[Finding]:
+    """Gradients are clipped when a gradient scaler has taken its factor from them."""
+    clips = [clip for record in analysis.recording.ranks for clip in record.of(ScaledClip, analysis.step)]
+    if clips:
+        one = clips[0]
+        sentence = (
+            f"step {analysis.step}: gradients are clipped at {one.bound:g} while the gradient scaler's factor "
+            f"{one.scale:g} is still in them: that bounds them at {one.bound / one.scale:.3g}"
+        )
+        names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+        bars = (("what the program says", 1.0), ("what it does", 1 / one.scale))
+        yield finding(BUG, "clip-scaled", sentence, tensors=names, coefficients=bars, site=one.site)
 
 
 def clipped_apart(analysis: Analysis, found: dict[Key, float]) -> bool:
