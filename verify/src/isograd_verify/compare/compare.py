@@ -203,8 +203,9 @@ def _step(
         not wrong and not any(f.verdict == BUG for f in found) and limit < tolerances.HALF_UPDATE
     ):  # half-precision updates are rounding
         found += _updates(analysis, theirs, start, whole_values(theirs, "after"), names, places)
-    of = f" of {len(compared) + len(left)}" if left else ""
-    subject.facts["gradients"] = f"{len(compared)}{of} compared by name, step {step} last"
+    count = max(len(compared), len(subject.errors))  # optimizers may step in turn
+    of = f" of {count + len(left)}" if left else ""
+    subject.facts["gradients"] = f"{count}{of} compared by name, step {step} last"
     return without_flips(
         reference, candidate, step, found, subject, partial(_fitted, analysis, expected, names, places)
     )

@@ -37,7 +37,8 @@ class Clip:
         if self.norm is not None:
             return self.bound < float(foreign.local(self.norm)) < float("inf")
         held = [foreign.local(p.grad) for p in self.parameters if p.grad is not None]
-        return any(g.numel() and float(g.abs().max()) >= self.bound for g in held)
+        near = self.bound * (1 - tolerances.ONE_FACTOR)  # in half precision
+        return any(g.numel() and float(g.abs().max()) >= near for g in held)
 
 
 class Clips:
@@ -61,7 +62,7 @@ class Clips:
             None, (getattr(torch.amp, "GradScaler", None), getattr(sharded, "ShardedGradScaler", None))
         ):
             wrap(scaler, "unscale_", self._unscales)
-        for name, around in (("step", self._unscales), ("get_scale", self._asks)):
+        for name, around in (("step", self._steps), ("get_scale", self._asks)):
             if hasattr(torch.amp, "GradScaler"):
                 wrap(torch.amp.GradScaler, name, around)
 
@@ -97,9 +98,23 @@ class Clips:
         self.asked = True
         return original(*args, **kwargs)
 
-    def _unscales(self, original: Any, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _steps(self, original: Any, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self.capture.guarded(self._look, "norms")(scaler, optimizer)
         return original(scaler, optimizer, *args, **kwargs)
+
+    def _unscales(self, original: Any, scaler: Any, optimizer: Optimizer) -> Any:
+        result = self._steps(original, scaler, optimizer)
+        self.capture.guarded(self._look_again, "norms")(optimizer)
+        return result
+
+    def _look_again(self, optimizer: Optimizer) -> None:
+        """Gradients that were looked at with their factor, when those of another optimizer were clipped."""
+        c = self.capture
+        clipped = {id(p) for clip in self.clips if clip.backwards == c.backwards for p in clip.parameters}
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]} - clipped
+        for name, parameter in c.learn_names().items() if c.snapped else ():
+            if id(parameter) in owned and parameter.grad is not None and f"sum/{name}" in c.tensors:
+                c.gradient(name, parameter, parameter.grad)
 
     def _look(self, scaler: Any, optimizer: Optimizer) -> None:
         """A scaler is about to take its factor from the gradients of an optimizer, unless it has done so before."""
