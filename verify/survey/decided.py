@@ -4,7 +4,8 @@
     python -m verify.survey.decided --corpus    each bug of the corpus and its twin, run beside one device now (minutes)
 
 Right: BUG of what is wrong, PASS of what is right. Open: INCONCLUSIVE. Any other verdict is wrong, and takes ten from
-the decided. Of the survey, rows whose truth is known count; of the corpus, programs whose packages are installed.
+the decided. Of the survey, rows whose truth is known count; of the corpus, programs whose packages are installed. What
+is as wrong on one device (a loss that is not divided by its micro-batches) shows no difference there, and is left out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from isograd_verify.compare.compare import compare
 from isograd_verify.record.recording import VERSION, write_json
 from isograd_verify.run import beside, corpus
 from isograd_verify.run.attach import inspect
@@ -27,6 +29,7 @@ from isograd_verify.watch.capture import Capture
 from isograd_verify.watch.feed import Feed
 from verify.survey.run import state
 
+ON_ONE = "wrong on one device, too"
 TEN = 10  # decided programs that a wrong verdict is worth
 
 
@@ -77,10 +80,15 @@ def verdict_of(what, wrong, worlds, home):
     return said.verdict, next((f.sentence for f in said.findings if f.verdict == said.verdict), "")
 
 
+def on_one_device(what, bench):
+    """Whether the bug is there without ranks, too."""
+    return compare(bench.watch(what, 1, False, 0), bench.watch(what, 1, True, 0)).verdict == BUG
+
+
 def of_corpus(names):
     """(name, is it wrong, verdict, sentence) of each program and its twin."""
-    worlds, twins = {}, set()
-    try:
+    twins = set()
+    with corpus.Bench() as bench:
         for what in corpus.every_name(names):
             for wrong in (True, False):
                 program = what.name.partition("/")[0]
@@ -91,13 +99,12 @@ def of_corpus(names):
                     home = Path(place, "recording")
                     home.mkdir()
                     try:
-                        told = verdict_of(what, wrong, worlds, home)
+                        told = verdict_of(what, wrong, bench.worlds, home)
+                        if wrong and told[0] == PASS and on_one_device(what, bench):
+                            told = ON_ONE, ""
                     except Exception as error:
                         told = INCONCLUSIVE, f"{type(error).__name__}: {str(error)[:200]}"
                 yield what.name if wrong else f"{program}, right", wrong, *told
-    finally:
-        for world in worlds.values():
-            world.close()
 
 
 def of_survey():
@@ -113,11 +120,12 @@ def summary(rows, say):
     """Prints what is not right, and the share of decided programs."""
     counts = Counter()
     for name, wrong, verdict, sentence in rows:
-        kind = "open" if verdict == INCONCLUSIVE else "right" if verdict == (BUG if wrong else PASS) else "WRONG"
+        right = BUG if wrong else PASS
+        kind = {INCONCLUSIVE: "open", ON_ONE: "left out", right: "right"}.get(verdict, "WRONG")
         counts[kind] += 1
         if kind != "right":
             say(f"{kind}: {name}: {verdict}: {sentence[:160]}")
-    every, decided = sum(counts.values()), counts["right"] - TEN * counts["WRONG"]
+    every, decided = sum(counts.values()) - counts["left out"], counts["right"] - TEN * counts["WRONG"]
     say(f"decided {counts['right']} of {every} ({counts['open']} open, {counts['WRONG']} wrong): {decided / every:.0%}")
 
 
