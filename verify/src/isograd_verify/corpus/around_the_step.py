@@ -18,8 +18,10 @@ from isograd_verify.corpus.plain import (
     VOCAB,
     Mlp,
     all_reduce_gradients,
+    backwards,
     batch,
     cross_entropy,
+    my_batch,
     my_rows,
     program,
     seeded,
@@ -50,9 +52,7 @@ def clip_per_rank(bug: bool, seed: int) -> None:
     its own."""
     model = seeded(ShardedMlp, seed)
     model.shard()
-    for step in steps(model, lr=1.0):
-        tokens, labels = batch(seed + step)
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+    for _ in backwards(model, seed, lr=1.0):
         clip(model, bug)
 
 
@@ -75,9 +75,7 @@ def norm_counts_replicas(bug: bool, seed: int) -> None:
     much, and more so with more ranks."""
     model = seeded(ShardedMlp, seed)
     model.shard()
-    for step in steps(model, lr=1.0):
-        tokens, labels = batch(seed + step)
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+    for _ in backwards(model, seed, lr=1.0):
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), MOST_NORM, total_norm(model, bug))
 
 
@@ -95,12 +93,10 @@ def bf16_reduction(bug: bool, seed: int) -> None:
 
     pytorch #190626: a policy asks for fp32 and one reduction does not follow it. Also what a compression hook does
     by design. Every sum is off by about 2^-9 of it, more with more ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(Mlp, seed).float()
     for step in steps(model):
-        whole = batch(seed + step)
-        tokens, labels = (my_rows(part, rank, world) for part in whole)
-        (cross_entropy(model(tokens), labels) / valid(whole[1])).backward()
+        tokens, labels, count = my_batch(seed + step)
+        (cross_entropy(model(tokens), labels) / count).backward()
         if bug:
             all_reduce_in_half(model)
         else:
@@ -139,9 +135,8 @@ def overflow_alone(bug: bool, seed: int) -> None:
     model = seeded(Mlp, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):  # the second overflows, so that two steps are taken
-        whole = batch(seed + step)
-        tokens, labels = (my_rows(part, rank, world) for part in whole)
-        loss = cross_entropy(model(tokens), labels) / valid(whole[1]) * SCALE
+        tokens, labels, count = my_batch(seed + step)
+        loss = cross_entropy(model(tokens), labels) / count * SCALE
         holds_the_last_row = rank == world - 1
         if step == 1 and holds_the_last_row:
             loss = loss * math.inf  # planted: fp16 would get here by itself

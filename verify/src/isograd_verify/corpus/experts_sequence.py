@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isograd_verify.corpus.mixture import EXPERTS, Mixture, Model, Seat, gather_rows, routed, take_seat
-from isograd_verify.corpus.plain import batch, cross_entropy, program, seeded, steps, valid
+from isograd_verify.corpus.mixture import EXPERTS, Mixture, Model, Seat, routed, take_seat
+from isograd_verify.corpus.plain import backwards, batch, cross_entropy, gather, program, seeded, valid
 from isograd_verify.corpus.sharded import copied, summed
 
 WORLD, LAYOUT = 2, "tp2 sp ep2"
@@ -30,7 +30,7 @@ def train(bug: str, seed: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(Model, seed, take_seat(2))
     if bug == "gather-cut":
-        model.moe.gather_weights = gather_rows
+        model.moe.gather_weights = gather
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         count = valid(batch(seed + step)[1])
@@ -72,6 +72,5 @@ def score_partial(bug: bool, seed: int) -> None:
     seat: Seat = take_seat(2)
     model = seeded(TensorParallel, seed, seat)
     model.moe.partial = bug
-    for step in steps(model):
-        tokens, labels = batch(seed + step)
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+    for _ in backwards(model, seed):
+        pass
