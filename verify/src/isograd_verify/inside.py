@@ -58,7 +58,7 @@ class watching:
         self.capture.start()
         for made in gc.get_objects():
             if issubclass(type(made), Optimizer):  # isinstance would ask objects that answer with a warning
-                self.capture.entrusted(made, [p for group in made.param_groups for p in group["params"]])
+                self.capture.entrusted(made, foreign.stepped(made))
 
     def stop(self) -> None:
         """Ends the watching. Rank 0 waits for the other ranks' files, and tells what they show."""

@@ -56,16 +56,13 @@ def accum_overwritten(bug: bool, seed: int) -> None:
     DeepSpeed #7981, a Megatron-LM fused kernel (PR #7186). The loss is right at every micro-batch."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(Mlp, seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
+    for step in steps(model):
         count = valid(batch(seed + step)[1])
         for tokens, labels in micro_batches(rank, world, seed + step, 3):
             if bug:
-                optimizer.zero_grad()
+                model.zero_grad()
             (cross_entropy(model(tokens), labels) / count).backward()
         all_reduce_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @program("dp2", "micro-batches")
@@ -208,16 +205,13 @@ def copies_begin_apart(bug: bool, seed: int) -> None:
     value: nn.Module = nn.Linear(HIDDEN, 1).double()
     if not bug:
         value = DistributedDataParallel(value)
-    optimizer = torch.optim.SGD([*body.parameters(), *value.parameters()], lr=0.1)
-    for step in range(2):
+    for step in steps(nn.ModuleList([body, value])):
         tokens, labels, count = own_batch(seed + step)
         logits, x = body(tokens)
         right = (logits.argmax(-1) == labels).double()
         mine = (value(x.detach())[..., 0] - right).square() * (labels != -100)
         loss = cross_entropy(logits, labels) + mine.sum()
         (loss * world / count).backward()  # DDP divides by world
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class Adapted(nn.Module):
@@ -250,12 +244,9 @@ def adapter_unreduced(bug: bool, seed: int) -> None:
     wrapped = DistributedDataParallel(model)
     if bug:
         model.down = Adapted(model.down, seed)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    for step in range(2):
+    for step in steps(model):
         tokens, labels, count = own_batch(seed + step)
         (cross_entropy(wrapped(tokens), labels) * world / count).backward()  # DDP divides by world
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @program("dp2 tp2", "tp", r"^(up|down)\.", world=4)

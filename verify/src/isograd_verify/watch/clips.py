@@ -111,7 +111,7 @@ class Clips:
         """Gradients that were looked at with their factor, when those of another optimizer were clipped."""
         c = self.capture
         clipped = {id(p) for clip in self.clips if clip.backwards == c.backwards for p in clip.parameters}
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]} - clipped
+        owned = set(map(id, foreign.stepped(optimizer))) - clipped
         for name, parameter in c.learn_names().items() if c.snapped else ():
             if id(parameter) in owned and parameter.grad is not None and f"sum/{name}" in c.tensors:
                 c.gradient(name, parameter, parameter.grad)
@@ -123,7 +123,7 @@ class Clips:
             return
         self.unscaled[id(optimizer)] = c.backwards
         scale, self.asked = float(scaler.get_scale()), asked
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owned = set(map(id, foreign.stepped(optimizer)))
         for clip in self.clips:
             far = clip.bound < scale * (tolerances.SCALED_ASKED if asked else tolerances.SCALED)
             if far and clip.backwards == c.backwards and owned & set(map(id, clip.parameters)) and clip.clipped():

@@ -212,7 +212,7 @@ class Feed:
         c = self.capture
         c.tensors["loss"] = total(roots)
         c.parameters = False
-        owned = list(dict.fromkeys(p for o in c.optimizers for g in o.param_groups for p in g["params"]))
+        owned = list(dict.fromkeys(p for o in c.optimizers for p in foreign.stepped(o)))
         if self.turns > 1:
             c.owned.clear()  # of an optimizer that stepped since the last backward, on nothing
             now = self.stepped[self.queue[self.fed][2]]
@@ -245,7 +245,7 @@ class Feed:
 
     def _take(self, optimizer: Optimizer) -> None:
         self.capture.parameters = False  # after the step nothing is new
-        self.withheld = [(p, p.grad) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        self.withheld = [(p, p.grad) for p in foreign.stepped(optimizer) if p.grad is not None]
         plain = type(optimizer).__module__.startswith("torch.optim")  # others may not look whether there is a gradient
         for parameter, gradient in self.withheld:
             parameter.grad = None if plain else torch.zeros_like(gradient)

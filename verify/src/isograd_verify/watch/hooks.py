@@ -284,7 +284,7 @@ class Hooks:
 
     def _add_param_group(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
-        self.capture.guarded(self.capture.entrusted)(optimizer, _owned(optimizer))
+        self.capture.guarded(self.capture.entrusted)(optimizer, foreign.stepped(optimizer))
         return result
 
     def _averaged(self, original: Any, averaged: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -315,7 +315,7 @@ class Hooks:
             raise RuntimeError("an optimizer steps inside backward, parameter by parameter, which is not understood")
         c.stepping += 1
         if c.stepping == 1 and not self.capture.inside_engine and closure is None:
-            c.before_step(_owned(optimizer), _rates(optimizer))
+            c.before_step(foreign.stepped(optimizer), _rates(optimizer))
 
     def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose first call is watched as forward and backward before the step, and no later one."""
@@ -333,7 +333,7 @@ class Hooks:
             called = True
             stepping, c.stepping = c.stepping, 0
             result = closure()
-            c.guarded(c.before_step)(_owned(optimizer), _rates(optimizer))
+            c.guarded(c.before_step)(foreign.stepped(optimizer), _rates(optimizer))
             c.stepping = stepping if c.active else 0
             return result
 
@@ -414,12 +414,8 @@ class Hooks:
         return result
 
 
-def _owned(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _rates(optimizer: Optimizer) -> list[float | None]:
-    """The learning rate of each parameter that `_owned` lists."""
+    """The learning rate of each parameter that `foreign.stepped` lists."""
     known = [float(g["lr"]) if isinstance(g.get("lr"), float | int | Tensor) else None for g in optimizer.param_groups]
     return [rate for rate, group in zip(known, optimizer.param_groups, strict=True) for _ in group["params"]]
 
