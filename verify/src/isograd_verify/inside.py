@@ -88,18 +88,7 @@ def trainer_callback(directory: str | Path, steps: int | str = 3, layout: str = 
     """For `Trainer(callbacks=[...])` of transformers: watches the first steps of its training, and tells at the end."""
     from transformers import TrainerCallback
 
-    watched = watching(directory, steps, layout)
-
-    class TransformersCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        watching = watched
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.watching.start()
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.watching.stop()
-
-    return TransformersCallback()
+    return _callback(TrainerCallback, "on_train_begin", "on_train_end", watching(directory, steps, layout))
 
 
 def lightning_callback(directory: str | Path, steps: int | str = 3, layout: str = "") -> Callback:
@@ -109,15 +98,9 @@ def lightning_callback(directory: str | Path, steps: int | str = 3, layout: str 
     except ImportError:
         from pytorch_lightning.callbacks import Callback  # the older name of the package
 
-    watched = watching(directory, steps, layout)
+    return _callback(Callback, "on_fit_start", "on_fit_end", watching(directory, steps, layout))
 
-    class LightningCallback(Callback):  # type: ignore[misc, unused-ignore]
-        watching = watched
 
-        def on_fit_start(self, trainer: Any, module: Any) -> None:
-            self.watching.start()
-
-        def on_fit_end(self, trainer: Any, module: Any) -> None:
-            self.watching.stop()
-
-    return LightningCallback()
+def _callback(base: type[Any], begin: str, end: str, watched: watching) -> Any:
+    calls = {begin: lambda *_, **__: watched.start(), end: lambda *_, **__: watched.stop()}
+    return type("WatchingCallback", (base,), {"watching": watched, **calls})()

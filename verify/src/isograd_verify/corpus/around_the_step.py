@@ -33,14 +33,14 @@ from isograd_verify.corpus.sharded import ShardedMlp, split_gradients
 MOST = 0.05  # every step is clipped
 
 
-def clip(model: ShardedMlp, bug: bool) -> None:
+def norm_of(model: ShardedMlp, copies: bool, alone: bool) -> Tensor:
+    """`copies`: each rank's copy of a tensor is counted. `alone`: nothing is summed over ranks."""
     parts, wholes = split_gradients(model)
-    counted = parts + wholes if dist.get_rank() == 0 else parts
-    square = torch.stack([gradient.square().sum() for gradient in counted]).sum()
-    if not bug:
+    counted = parts + wholes if copies or dist.get_rank() == 0 else parts
+    square = torch.nn.utils.get_total_norm(counted).square()
+    if not alone:
         dist.all_reduce(square)
-    for gradient in parts + wholes:
-        gradient.mul_((MOST / square.sqrt()).clamp(max=1))
+    return square.sqrt()
 
 
 @program("tp2", "tp")
@@ -53,18 +53,9 @@ def clip_per_rank(bug: bool, seed: int) -> None:
     model = seeded(ShardedMlp, seed)
     model.shard()
     for _ in backwards(model, seed, lr=1.0):
-        clip(model, bug)
-
-
-MOST_NORM = 0.05  # every step is clipped
-
-
-def total_norm(model: ShardedMlp, bug: bool) -> Tensor:
-    parts, wholes = split_gradients(model)
-    counted = parts + wholes if bug or dist.get_rank() == 0 else parts
-    square = torch.nn.utils.get_total_norm(counted).square()
-    dist.all_reduce(square)
-    return square.sqrt()
+        norm = norm_of(model, False, alone=bug)
+        for parameter in model.parameters():
+            parameter.grad.mul_((MOST / norm).clamp(max=1))
 
 
 @program("tp2", "tp", "")
@@ -76,7 +67,7 @@ def norm_counts_replicas(bug: bool, seed: int) -> None:
     model = seeded(ShardedMlp, seed)
     model.shard()
     for _ in backwards(model, seed, lr=1.0):
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), MOST_NORM, total_norm(model, bug))
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), MOST, norm_of(model, bug, alone=False))
 
 
 def all_reduce_in_half(model: nn.Module) -> None:

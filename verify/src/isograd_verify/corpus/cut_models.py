@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from isograd_verify.corpus.plain import (
     cross_entropy,
     cut,
     gather,
+    mine,
     program,
     seeded,
     steps,
@@ -116,19 +118,25 @@ class UlyssesModel(Attention):
         return logits
 
 
+def over_sequences(model: UlyssesModel, seed: int) -> Iterator[int]:
+    """`steps` on this rank's part of each sequence: gradients are summed over the ranks."""
+    for step in steps(model):
+        whole = batch(seed + step)
+        tokens, labels = (mine(part, 1) for part in whole)
+        (cross_entropy(model(tokens), labels) / valid(whole[1])).backward()
+        all_reduce_gradients(model)
+        yield step
+
+
 @program("cp2 ulysses", "cp")
 def ulysses_scale(bug: bool, seed: int) -> None:
     """Gradients over the sequence-parallel ranks are averaged where they should be summed.
 
     DeepSpeed #5248; in 0.19.8 they come out as 1, sp or 1 / sp times the right ones, by ZeRO stage and one flag.
     Here the loss is already divided by the labels of the whole step, so every rank's gradient is a summand."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     model = seeded(UlyssesModel, seed)
-    for step in steps(model):
-        whole = batch(seed + step)
-        tokens, labels = (part.chunk(world, 1)[rank] for part in whole)
-        (cross_entropy(model(tokens), labels) / valid(whole[1])).backward()
-        all_reduce_gradients(model)
+    for _ in over_sequences(model, seed):
         if bug:
             for parameter in model.parameters():
                 parameter.grad.div_(world)
@@ -145,15 +153,11 @@ def ulysses_permute(bug: bool, seed: int) -> None:
 
     DeepSpeed #5664: 0.14.2 to 0.14.4 corrupt half of the output and more, by layout and batch size. The shape is
     right, the exchange there and back is the identity when the mistake is made twice, and the loss falls."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(UlyssesModel, seed)
     if bug:
         model.to_sequence = ReshapedToSequence()
-    for step in steps(model):
-        whole = batch(seed + step)
-        tokens, labels = (part.chunk(world, 1)[rank] for part in whole)
-        (cross_entropy(model(tokens), labels) / valid(whole[1])).backward()
-        all_reduce_gradients(model)
+    for _ in over_sequences(model, seed):
+        pass
 
 
 @program("tp2", "tp", r"^(embed|up)\.")

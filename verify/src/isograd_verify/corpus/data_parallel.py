@@ -262,10 +262,8 @@ def wrong_group(bug: bool, seed: int) -> None:
     model.shard(model_groups[rank // tp])
     for step in steps(model):
         tokens, labels = batch(seed + step)
-        count = valid(labels)
-        mine = (my_rows(part, rank // tp, world // tp) for part in (tokens, labels))
-        logits, targets = (model(part) if i == 0 else part for i, part in enumerate(mine))
-        (cross_entropy(logits, targets) / count).backward()
+        mine, targets = (my_rows(part, rank // tp, world // tp) for part in (tokens, labels))
+        (cross_entropy(model(mine), targets) / valid(labels)).backward()
         for name, parameter in model.named_parameters():
             wrong = bug and name.startswith(("up", "down"))
             dist.all_reduce(parameter.grad, group=None if wrong else data_groups[rank % tp])

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from isograd_verify.corpus.plain import HIDDEN, Mlp, batch, cross_entropy, my_rows, seeded, valid
+from isograd_verify.corpus.fsdp2 import MICRO_BATCHES
+from isograd_verify.corpus.fsdp2 import share as of_labels
+from isograd_verify.corpus.plain import HIDDEN, Mlp, batch, my_rows, seeded, valid
 
 WORLD, LAYOUT = 2, "dp2"
-MICRO_BATCHES = 3
 OVERFLOWS = 1  # the iteration whose loss is Inf on one rank: all skip their optimizer step
 
 BUGS = {
@@ -97,15 +98,7 @@ def compressed(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses an
 def share(model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor, bug: str) -> Tensor:
     """What this rank's part of a micro-batch adds to the step's loss."""
     logits, likeness = model(tokens)
-    loss: Tensor
-    if bug == "mean-of-means":
-        loss = cross_entropy(logits, labels, "mean") / MICRO_BATCHES / dist.get_world_size()
-    else:
-        loss = cross_entropy(logits, labels) / count
-    loss = loss + likeness / MICRO_BATCHES
-    if bug == "accum-undivided":
-        loss = loss * MICRO_BATCHES  # for an engine that divides by it, and no longer does
-    return loss
+    return of_labels(logits, labels, count, bug) + likeness / (1 if bug == "accum-undivided" else MICRO_BATCHES)
 
 
 def train(bug: str, seed: int) -> None:

@@ -48,7 +48,6 @@ class Clips:
         self.capture = capture
         self.clips: list[Clip] = []
         self.unscaled: dict[int, int] = {}  # an optimizer's id -> the backwards before
-        self.asked = False  # the program knows the scaler's factor, and may have multiplied the bound by it
 
     def install(self, wrap: Callable[[Any, str, Callable[..., Any]], None]) -> None:
         """`wrap`: puts a function around another one."""
@@ -62,9 +61,8 @@ class Clips:
             None, (getattr(torch.amp, "GradScaler", None), getattr(sharded, "ShardedGradScaler", None))
         ):
             wrap(scaler, "unscale_", self._unscales)
-        for name, around in (("step", self._steps), ("get_scale", self._asks)):
-            if hasattr(torch.amp, "GradScaler"):
-                wrap(torch.amp.GradScaler, name, around)
+        if hasattr(torch.amp, "GradScaler"):
+            wrap(torch.amp.GradScaler, "step", self._steps)
 
     def _to_norm(self, original: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
         parameters = _listed(parameters)
@@ -94,10 +92,6 @@ class Clips:
         self.clips = [clip for clip in self.clips if clip.backwards == c.backwards]
         self.clips.append(Clip([held] if isinstance(held, Tensor) else held, float(bound), norm, site, c.backwards))
 
-    def _asks(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self.asked = True
-        return original(*args, **kwargs)
-
     def _steps(self, original: Any, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self.capture.guarded(self._look, "norms")(scaler, optimizer)
         return original(scaler, optimizer, *args, **kwargs)
@@ -118,14 +112,14 @@ class Clips:
 
     def _look(self, scaler: Any, optimizer: Optimizer) -> None:
         """A scaler is about to take its factor from the gradients of an optimizer, unless it has done so before."""
-        c, asked = self.capture, self.asked
+        c = self.capture
         if not scaler.is_enabled() or self.unscaled.get(id(optimizer)) == c.backwards:
             return
         self.unscaled[id(optimizer)] = c.backwards
-        scale, self.asked = float(scaler.get_scale()), asked
+        scale = float(scaler.get_scale())
         owned = set(map(id, foreign.stepped(optimizer)))
         for clip in self.clips:
-            far = clip.bound < scale * (tolerances.SCALED_ASKED if asked else tolerances.SCALED)
+            far = clip.bound < scale * tolerances.SCALED  # else the program has multiplied the one by the other
             if far and clip.backwards == c.backwards and owned & set(map(id, clip.parameters)) and clip.clipped():
                 c.event(ScaledClip(*c.now, site=clip.site, bound=clip.bound, scale=scale))
 

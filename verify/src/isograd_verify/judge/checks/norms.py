@@ -15,12 +15,9 @@ from isograd_verify.tell.wording import axis_over, finding, spread
 
 def norms(analysis: Analysis) -> Iterator[Finding]:
     """All ranks use one norm, it counts every element once, and they clip by one factor."""
-    reported = {}
-    for record in analysis.recording.ranks:
-        values = [e.value for e in record.of(Norm, analysis.step)]
-        if values:
-            reported[record.rank] = values[-1]  # the last one: earlier ones may have led to a step left out
-    bars = tuple((f"rank {r}", v) for r, v in reported.items())
+    told = {r.rank: [e.value for e in r.of(Norm, analysis.step)] for r in analysis.recording.ranks}
+    reported = {rank: values[-1] for rank, values in told.items() if values}  # earlier ones may be of a step left out
+    bars = _bars(reported)
     names = tuple(n for n in analysis.names if analysis.info(n).gradient)
     omitted = _omits_experts(analysis, reported)
     if omitted:
@@ -42,30 +39,23 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
             )
             yield finding(BUG, "replicas-differ", sentence, tensors=unequal, axis=axis, coefficients=bars)
             return
-        sentence = f"step {analysis.step}: the gradient norm differs between ranks: {low:.6g} to {high:.6g}"
-        yield finding(
-            BUG,
-            "clip-per-rank",
-            sentence,
-            tensors=names,
-            axis=axis_over(analysis.recording, _unlike(reported)),
-            coefficients=bars,
-        )
+        yield _apart(analysis, f"the gradient norm differs between ranks: {low:.6g} to {high:.6g}", reported, names)
         return
     if reported:
         yield from _norm_is_true(analysis, next(iter(reported.values())), names)
     factors = {r: f for r in range(analysis.world) if (f := _one_factor(analysis, r)) is not None}
     if len(factors) > 1 and spread(factors.values()) > tolerances.FACTOR:
-        bars = tuple((f"rank {r}", f) for r, f in factors.items())
-        sentence = f"step {analysis.step}: ranks clip by different factors: {min(factors.values()):.4g} to {max(factors.values()):.4g}"  # noqa: E501
-        yield finding(
-            BUG,
-            "clip-per-rank",
-            sentence,
-            tensors=names,
-            axis=axis_over(analysis.recording, _unlike(factors)),
-            coefficients=bars,
-        )
+        low, high = min(factors.values()), max(factors.values())
+        yield _apart(analysis, f"ranks clip by different factors: {low:.4g} to {high:.4g}", factors, names)
+
+
+def _bars(values: dict[int, float]) -> tuple[tuple[str, float], ...]:
+    return tuple((f"rank {rank}", value) for rank, value in values.items())
+
+
+def _apart(analysis: Analysis, what: str, values: dict[int, float], names: tuple[str, ...]) -> Finding:
+    axis, sentence = axis_over(analysis.recording, _unlike(values)), f"step {analysis.step}: {what}"
+    return finding(BUG, "clip-per-rank", sentence, tensors=names, axis=axis, coefficients=_bars(values))
 
 
 def scaled_clips(analysis: Analysis) -> Iterator[Finding]:
