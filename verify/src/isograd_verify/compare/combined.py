@@ -64,13 +64,10 @@ def turns(candidate: Recording) -> int:
 
 def turn(one: Recording, step: int) -> Recording:
     """A recording whose first step is another one of it."""
-    if step == 1:
-        return one
-    own = one.ranks[0]
+    own, found = one.ranks[0], Recording(one.path)
     held = [replace(event, step=1) for event in own.events if event.step == step]
-    found = Recording(one.path)
     found.ranks, found.about = [replace(own, events=held, _steps={1: own.tensors(step)})], one.about
-    return found
+    return found if step > 1 else one
 
 
 def one_model(one: Recording, candidate: Recording) -> None:

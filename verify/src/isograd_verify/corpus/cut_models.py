@@ -216,11 +216,8 @@ class Model(ShardedMlp):
         super().__init__()
         self.dropout = torch.nn.Dropout(0.25)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.dropout(self.embed(tokens))
-        inner = F.gelu(self.up(copied(self.norm(x))))
-        logits: Tensor = self.head(x + summed(self.down(inner)))
-        return logits
+    def body(self, tokens: Tensor) -> Tensor:
+        return self.block(self.dropout(self.embed(tokens)))
 
 
 @program("tp2", "tp", "")
@@ -340,8 +337,7 @@ class RowLinear(nn.Linear):
     bias_on_every_rank = False
 
     def shard(self) -> None:
-        mine = self.weight.detach().chunk(dist.get_world_size(), 1)[dist.get_rank()]
-        self.weight = nn.Parameter(mine.clone())
+        self.weight = nn.Parameter(mine(self.weight.detach(), 1))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias_on_every_rank:

@@ -362,11 +362,12 @@ def _queue(candidate: Recording) -> tuple[list[Fed], NoReference]:
         if held:
             save_file(held, candidate.path / WEIGHTS.format(step))
         queue += found
-    size = turns(candidate)
-    if size > 1:  # the world of one goes through whole rounds, too, each of them one rank's
+    size, why = turns(candidate), "" if queue else "no backward was seen"
+    if size > 1 and queue:  # the world of one goes through whole rounds, too, each of them one rank's
         whole = max(step for *_, step in queue) // size * size
         queue = sorted((fed for fed in queue if fed[2] <= whole), key=lambda fed: (_round(fed, size), fed[2], fed[1]))
-    return queue, NoReference("optimizers step in turn" if queue else "no backward was seen", SAME_DATA)
+        why = f"optimizers step in turn, and rounds of {size} steps are compared"
+    return queue, NoReference(why, SAME_DATA)
 
 
 def _round(fed: Fed, size: int) -> tuple[int, list[int]]:
