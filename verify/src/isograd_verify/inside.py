@@ -88,7 +88,9 @@ def trainer_callback(directory: str | Path, steps: int | str = 3, layout: str = 
     """For `Trainer(callbacks=[...])` of transformers: watches the first steps of its training, and tells at the end."""
     from transformers import TrainerCallback
 
-    return _callback(TrainerCallback, "on_train_begin", "on_train_end", watching(directory, steps, layout))
+    found: TrainerCallback
+    found = _callback(TrainerCallback, "on_train_begin", "on_train_end", watching(directory, steps, layout))
+    return found
 
 
 def lightning_callback(directory: str | Path, steps: int | str = 3, layout: str = "") -> Callback:

@@ -59,7 +59,7 @@ def turns(candidate: Recording) -> int:
     ]
     size = next((n for n, names in enumerate(stepped[1:], 1) if names == stepped[0]), len(stepped))
     apart = all(not one & other for one, other in combinations(stepped[:size], 2))
-    return size if apart and all(stepped) else 1
+    return size if stepped and apart and all(stepped) else 1
 
 
 def turn(one: Recording, step: int) -> Recording:

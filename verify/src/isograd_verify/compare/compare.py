@@ -199,9 +199,7 @@ def _step(
             found += first_divergence(reference, candidate) or backward_alone(analysis, reference, names_of, limit)
     found += _losses(reference, candidate, step, subject, limit)
     found += _norms(reference, candidate, step, bool(wrong), max(tolerances.NORM, limit))
-    if (
-        not wrong and not any(f.verdict == BUG for f in found) and limit < tolerances.HALF_UPDATE
-    ):  # half-precision updates are rounding
+    if not wrong and limit < tolerances.HALF_UPDATE and all(f.verdict != BUG for f in found):  # else rounding
         found += _updates(analysis, theirs, start, whole_values(theirs, "after"), names, places)
     count = max(len(compared), len(subject.errors))  # optimizers may step in turn
     of = f" of {count + len(left)}" if left else ""

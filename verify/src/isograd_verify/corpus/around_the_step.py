@@ -31,6 +31,8 @@ from isograd_verify.corpus.plain import (
 from isograd_verify.corpus.sharded import ShardedMlp, split_gradients
 
 MOST = 0.05  # every step is clipped
+SCALE = 1024.0
+WARM, HALF = 60, 50  # tokens, until the rate is warm; after which half of an average is new
 
 
 def norm_of(model: ShardedMlp, copies: bool, alone: bool) -> Tensor:
@@ -113,9 +115,6 @@ def bf16_accumulation(bug: bool, seed: int) -> None:
         all_reduce_gradients(model)
 
 
-SCALE = 1024.0
-
-
 @program("dp2", "rank", "")
 def overflow_alone(bug: bool, seed: int) -> None:
     """A rank whose scaled gradients overflowed skips its optimizer step, and does not tell the others.
@@ -145,9 +144,6 @@ def overflow_alone(bug: bool, seed: int) -> None:
         optimizer.zero_grad()
 
 
-WARM = 60  # tokens
-
-
 @program("dp2", "dp|ranks")
 def rates_differ(bug: bool, seed: int) -> None:
     """The learning rate is warmed up by tokens, and each rank counts its own.
@@ -171,9 +167,6 @@ def rates_differ(bug: bool, seed: int) -> None:
             group["lr"] = 0.1 * min(1.0, seen / WARM)
         optimizer.step()
         optimizer.zero_grad()
-
-
-HALF = 50  # tokens after which half of an average is new
 
 
 def mixed(average: Tensor, weight: Tensor, updates: Tensor, tokens: float) -> Tensor:

@@ -28,6 +28,8 @@ from isograd_verify.corpus.plain import (
 )
 from isograd_verify.corpus.sharded import ShardedMlp
 
+MICRO_BATCHES, OF_STAGES = 4, 3
+
 
 @program("dp2", "ranks")
 def mean_of_means(bug: bool, seed: int) -> None:
@@ -83,9 +85,6 @@ def accum_rereduced(bug: bool, seed: int) -> None:
             all_reduce_gradients(model)
 
 
-MICRO_BATCHES = 4
-
-
 @program("dp2", "micro-batches")
 def accum_undivided(bug: bool, seed: int) -> None:
     """Each micro-batch's loss is a mean, and nobody divides by the number of micro-batches.
@@ -117,9 +116,6 @@ def nosync_missing(bug: bool, seed: int) -> None:
             with nullcontext() if last and not bug else model.no_sync():
                 logits = model(tokens)
             (cross_entropy(logits, labels) / count * world).backward()  # DDP divides by the world
-
-
-OF_STAGES = 3
 
 
 @program("pp2 dp2", "micro-batches", r"^(embed|first)\.", world=4)

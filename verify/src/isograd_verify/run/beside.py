@@ -235,12 +235,10 @@ def _reference(alone: WorldOfOne) -> tuple[Recording, list[Again]]:
             cannot = error
             break
         again += more
-        while (
-            alone.turns > 1
-            and 0 < (n := len(again)) < len(queue)
-            and _round(queue[n], alone.turns) == _round(queue[n - 1], alone.turns)
-        ):
-            again.pop()
+        n, size = len(again), alone.turns
+        while size > 1 and 0 < n < len(queue) and _round(queue[n], size) == _round(queue[n - 1], size):
+            n -= 1
+        again = again[:n]
         if first is None:
             if piped(candidate) and (sent := next((e for e in one.ranks[0].of(Collective, 1) if e.op == "send"), None)):
                 raise NoReference(f"at {sent.site} a stage of the program sends something to itself", SAME_DATA)

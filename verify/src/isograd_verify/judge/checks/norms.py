@@ -39,21 +39,21 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
             )
             yield finding(BUG, "replicas-differ", sentence, tensors=unequal, axis=axis, coefficients=bars)
             return
-        yield _apart(analysis, f"the gradient norm differs between ranks: {low:.6g} to {high:.6g}", reported, names)
+        yield _per_rank(analysis, f"the gradient norm differs between ranks: {low:.6g} to {high:.6g}", reported, names)
         return
     if reported:
         yield from _norm_is_true(analysis, next(iter(reported.values())), names)
     factors = {r: f for r in range(analysis.world) if (f := _one_factor(analysis, r)) is not None}
     if len(factors) > 1 and spread(factors.values()) > tolerances.FACTOR:
         low, high = min(factors.values()), max(factors.values())
-        yield _apart(analysis, f"ranks clip by different factors: {low:.4g} to {high:.4g}", factors, names)
+        yield _per_rank(analysis, f"ranks clip by different factors: {low:.4g} to {high:.4g}", factors, names)
 
 
 def _bars(values: dict[int, float]) -> tuple[tuple[str, float], ...]:
     return tuple((f"rank {rank}", value) for rank, value in values.items())
 
 
-def _apart(analysis: Analysis, what: str, values: dict[int, float], names: tuple[str, ...]) -> Finding:
+def _per_rank(analysis: Analysis, what: str, values: dict[int, float], names: tuple[str, ...]) -> Finding:
     axis, sentence = axis_over(analysis.recording, _unlike(values)), f"step {analysis.step}: {what}"
     return finding(BUG, "clip-per-rank", sentence, tensors=names, axis=axis, coefficients=_bars(values))
 
