@@ -21,6 +21,8 @@ downloaded when they run.
 - **Is it?** A verdict is *right* when it says BUG of what is wrong and PASS of what is right. *Open* is INCONCLUSIVE;
   *right beside one* and *not seen alone* are an INCONCLUSIVE and a PASS that the run beside one device decides.
   *MISSED* and *FALSE ALARM* are the verifier's failures.
+- **Decided**: `python -m verify.survey.decided` counts the verdicts beside one device; with `--corpus` it runs each bug
+  of the corpus and its twin so, in two minutes (98 % of 121 on 2026-11-27, none wrong).
 - **Judged**: when the row was last run. Rows before 2026-11-22 22:49 were judged before the changes of that evening
   to the verifier, and were not run again.
 """

@@ -164,8 +164,15 @@ class Critic(nn.Module):
         return self.layers(x)[:, 0]
 
 
-def adversaries() -> None:
-    """A generator and a critic with a gradient penalty, each with an optimizer and a DDP of its own."""
+def times_world(model: nn.Module) -> None:
+    """A mean over ranks is made a sum."""
+    for parameter in model.parameters():
+        parameter.grad.mul_(dist.get_world_size())
+
+
+def adversaries(wrong: str = "") -> None:
+    """A generator and a critic with a gradient penalty, each with an optimizer and a DDP of its own. `wrong`: "critic"
+    or "generator", whose gradients are summed."""
     torch.manual_seed(0)
     maker, judge = (DistributedDataParallel(m.double()) for m in (Generator(), Critic()))
     of_maker, of_judge = (torch.optim.Adam(m.parameters(), lr=1e-3, betas=(0.5, 0.9)) for m in (maker, judge))
@@ -177,10 +184,71 @@ def adversaries() -> None:
         (slope,) = torch.autograd.grad(scores[10:].sum(), between, create_graph=True)
         of_judge.zero_grad()
         (scores[5:10].mean() - scores[:5].mean() + 10 * (slope.norm(dim=1) - 1).square().mean()).backward()
+        if wrong == "critic":
+            times_world(judge)
         of_judge.step()
         of_maker.zero_grad()
         (-judge(maker(noise)).mean()).backward()
+        if wrong == "generator":
+            times_world(maker)
         of_maker.step()
+
+
+def forgers(wrong: str = "", together: bool = False) -> None:
+    """A generator whose outputs are made once, judged without their graph and then with it. `together`: both losses of
+    the discriminator in one backward. `wrong`: as above, or "outside", a discriminator without a wrapper."""
+    torch.manual_seed(0)
+    inner = Critic().double()
+    maker = DistributedDataParallel(Generator().double())
+    judge = inner if wrong == "outside" else DistributedDataParallel(inner, broadcast_buffers=False)
+    of_maker, of_judge = (torch.optim.Adam(m.parameters(), lr=1e-3) for m in (maker, judge))
+    for step in range(8):
+        real, fake = rows(5, 6, seed=step), maker(rows(5, 4, seed=step + 50))
+        yes, no = fake.new_ones(5), fake.new_zeros(5)
+        of_judge.zero_grad()
+        loss = F.binary_cross_entropy_with_logits(judge(real), yes)
+        if not together:
+            loss.backward()
+        other = F.binary_cross_entropy_with_logits(judge(fake.detach()), no)
+        (loss + other if together else other).backward()
+        if wrong == "critic":
+            times_world(judge)
+        of_judge.step()
+        of_maker.zero_grad()
+        F.binary_cross_entropy_with_logits(judge(fake), yes).backward()
+        if wrong == "generator":
+            times_world(maker)
+        of_maker.step()
+
+
+def clipped(order: str, by: str = "norm", scale: float = 1024.0) -> None:
+    """A gradient scaler and a clip. `order`: "first", unscale_ and then the clip; wrong: "late", the other way round,
+    and "never", unscale_ in the scaler's step. "times", right: the bound is multiplied by the scale; "small", right: no
+    gradient comes to the bound; "two", right: another optimizer's gradients are unscaled behind the clip."""
+    model, other = DistributedDataParallel(net()), DistributedDataParallel(nn.Linear(3, 1))
+    optimizer, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    for step in range(3):
+        tokens, labels = text(step)
+        scaler.scale(F.cross_entropy(model(tokens), labels)).backward()
+        if order == "two":
+            scaler.scale(other(torch.ones(2, 3) + dist.get_rank()).square().mean()).backward()
+        if order in ("first", "two"):
+            scaler.unscale_(optimizer)
+        bound = 0.01 * (scaler.get_scale() if order == "times" else 1e9 if order == "small" else 1.0)
+        if by == "norm":
+            nn.utils.clip_grad_norm_(model.parameters(), bound)
+        else:
+            nn.utils.clip_grad_value_(model.parameters(), bound)
+        if order == "late":
+            scaler.unscale_(optimizer)
+        if order == "two":
+            scaler.unscale_(second)
+            scaler.step(second)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        second.zero_grad()
 
 
 def teacher() -> None:

@@ -162,3 +162,27 @@ def test_weights_of_rows_that_travel_without_a_graph_are_named_alone_and_beside_
         assert (right.verdict, said(right)) == (PASS, []), right.findings
         assert said(wrong) == [(BUG, "cut-graph")], wrong.findings
         assert "later.py" in wrong.findings[0].sentence, wrong.findings
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_center_that_no_module_carries_is_flagged_alone_with_its_line(watched: Any, late: bool) -> None:  # V22
+    right, wrong = watched(later.distilled, False, late), watched(later.distilled, True, late)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    (found,) = [f for f in wrong.findings if f.verdict != NOTE]
+    assert (found.verdict, found.bug) == (INCONCLUSIVE, "statistic-unreduced"), found
+    began = "is made in the first step" if late else "began equal"
+    assert found.sentence.startswith(f"step 2: centre.mean {began}, changes from step to step"), found
+    assert "later.py:" in found.site and "in distilled" in found.site, found
+
+
+def test_a_center_that_no_module_carries_is_open_beside_one_device_and_its_twin_passes(judged: Any) -> None:
+    right, wrong = judged(later.distilled, False), judged(later.distilled, True)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    assert said(wrong) == [(INCONCLUSIVE, "statistic-unreduced")], wrong.findings
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_a_term_of_the_loss_is_multiplied_by_is_told_alone(watched: Any, wrong: bool) -> None:
+    (note,) = [f for f in watched(later.balanced, wrong).findings if f.verdict == NOTE]
+    assert f"{0.4 if wrong else 0.2:g} times the term at verify/tests/later.py" in note.sentence, note
+    assert "in forward" in note.site, note

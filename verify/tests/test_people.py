@@ -61,6 +61,38 @@ def test_right_loops_pass_beside_one_device(judged: Any) -> None:
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize("program", [people.adversaries, people.forgers, partial(people.forgers, together=True)])
+def test_optimizers_that_step_in_turn_are_compared_with_one_device(judged: Any, watched: Any, program: Any) -> None:
+    right = judged(program)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    assert right.facts["gradients"] == "8 compared by name, step 2 last" and len(right.errors) == 8
+    for wrong, step in (("critic", 1), ("generator", 2)):
+        subject = judged(program, wrong)
+        (found,) = [f for f in subject.findings if f.verdict == BUG]
+        assert found.sentence.startswith(f"step {step}: all ") and "gradients: 2 times what they" in found.sentence
+    for args in ((), *((("outside",),) if program is people.forgers else ())):
+        told = [f.verdict for f in (*watched(program, *args).findings, *judged(program, *args).findings)]
+        assert (BUG in told) is bool(args), told
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("by", ["norm", "value"])
+def test_a_clip_before_a_gradient_scaler_has_taken_its_factor_is_named(watched: Any, judged: Any, by: str) -> None:
+    for look in (watched, judged):
+        for order in ("late", "never"):  # V9
+            subject = look(people.clipped, order, by)
+            (found,) = [f for f in subject.findings if f.verdict == BUG]
+            assert (found.bug, len(found.tensors)) == ("clip-scaled", 9), found
+            assert "clipped at 0.01 while the gradient scaler's factor 1024 is still in them" in found.sentence
+            assert "people.py:" in found.site and "in clipped" in found.site, found
+        subject = look(people.clipped, "first", by)
+        assert (subject.verdict, said(subject)) == (PASS, []), subject.findings
+    for order in ("times", "small", "two"):
+        assert said(watched(people.clipped, order, by)) == [], order
+    assert said(watched(people.clipped, "never", by, 1.0)) == []
+
+
+@pytest.mark.medium
 def test_wrong_loops_are_named_with_their_tensors(watched: Any) -> None:
     for program, args, bug, tensors, sentence in (
         (people.late_layer, (), "outside-wrapper", {"extra.weight", "extra.bias"}, "step 1: biases and weights"),
@@ -98,7 +130,6 @@ def test_what_is_not_read_is_said(watched: Any, judged: Any) -> None:
     for program, sentence in (
         (people.reduced_inside_step, "only 0 of 9 gradients were compared"),
         (people.flat_shards, "only 0 of 9 gradients were compared"),
-        (people.adversaries, "begins otherwise on one device"),
         (people.served, "no optimizer was seen to step"),
     ):
         subject = judged(program)

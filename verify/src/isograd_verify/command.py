@@ -199,7 +199,9 @@ def _bugs_options(parser: argparse.ArgumentParser) -> None:
 def _tell(report: Report, options: argparse.Namespace) -> int:
     from isograd_verify.tell.accepted import accept
     from isograd_verify.tell.findings import INCONCLUSIVE
-    from isograd_verify.tell.report import render
+    from isograd_verify.tell.html import page
+    from isograd_verify.tell.outputs import github, junit, sarif, summary
+    from isograd_verify.tell.report import picture, render
 
     programs = [word for word in getattr(options, "command", []) if word.endswith(".py")]
     accept(report, Path.cwd(), programs, Path(options.baseline) if options.baseline else None)
@@ -209,34 +211,17 @@ def _tell(report: Report, options: argparse.Namespace) -> int:
     if options.json:
         text = json.dumps(report.data(), indent=1)
         print(text) if options.json == "-" else Path(options.json).write_text(text)
-    if options.svg:
-        from isograd_verify.tell.report import picture
-
-        Path(options.svg).write_text(picture(report))
-    if options.html:
-        from isograd_verify.tell.html import page
-
-        Path(options.html).write_text(page(report))
-    if options.junit:
-        from isograd_verify.tell.outputs import junit
-
-        Path(options.junit).write_text(junit(report))
-    if options.sarif:
-        from isograd_verify.tell.outputs import sarif
-
-        Path(options.sarif).write_text(sarif(report, programs[0] if programs else ""))
+    program = programs[0] if programs else ""
+    files = (options.svg, picture), (options.html, page), (options.junit, junit), (options.sarif, sarif)
+    for path, text_of in files:
+        if path:
+            Path(path).write_text(text_of(report, program) if text_of is sarif else text_of(report))
     if options.github:
-        _annotate(report, programs[0] if programs else "")
+        print(github(report, program), end="")
+        if os.environ.get("GITHUB_STEP_SUMMARY"):
+            with open(os.environ["GITHUB_STEP_SUMMARY"], "a") as file:
+                file.write(summary(report))
     return 0 if options.fail_on == "bug" and report.verdict == INCONCLUSIVE else report.exit_code
-
-
-def _annotate(report: Report, program: str) -> None:
-    from isograd_verify.tell.outputs import github, summary
-
-    print(github(report, program), end="")
-    if os.environ.get("GITHUB_STEP_SUMMARY"):
-        with open(os.environ["GITHUB_STEP_SUMMARY"], "a") as file:
-            file.write(summary(report))
 
 
 def _say(text: str) -> None:

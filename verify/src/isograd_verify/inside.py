@@ -58,7 +58,7 @@ class watching:
         self.capture.start()
         for made in gc.get_objects():
             if issubclass(type(made), Optimizer):  # isinstance would ask objects that answer with a warning
-                self.capture.entrusted(made, [p for group in made.param_groups for p in group["params"]])
+                self.capture.entrusted(made, foreign.stepped(made))
 
     def stop(self) -> None:
         """Ends the watching. Rank 0 waits for the other ranks' files, and tells what they show."""
@@ -88,18 +88,9 @@ def trainer_callback(directory: str | Path, steps: int | str = 3, layout: str = 
     """For `Trainer(callbacks=[...])` of transformers: watches the first steps of its training, and tells at the end."""
     from transformers import TrainerCallback
 
-    watched = watching(directory, steps, layout)
-
-    class TransformersCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        watching = watched
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.watching.start()
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.watching.stop()
-
-    return TransformersCallback()
+    found: TrainerCallback
+    found = _callback(TrainerCallback, "on_train_begin", "on_train_end", watching(directory, steps, layout))
+    return found
 
 
 def lightning_callback(directory: str | Path, steps: int | str = 3, layout: str = "") -> Callback:
@@ -109,15 +100,9 @@ def lightning_callback(directory: str | Path, steps: int | str = 3, layout: str 
     except ImportError:
         from pytorch_lightning.callbacks import Callback  # the older name of the package
 
-    watched = watching(directory, steps, layout)
+    return _callback(Callback, "on_fit_start", "on_fit_end", watching(directory, steps, layout))
 
-    class LightningCallback(Callback):  # type: ignore[misc, unused-ignore]
-        watching = watched
 
-        def on_fit_start(self, trainer: Any, module: Any) -> None:
-            self.watching.start()
-
-        def on_fit_end(self, trainer: Any, module: Any) -> None:
-            self.watching.stop()
-
-    return LightningCallback()
+def _callback(base: type[Any], begin: str, end: str, watched: watching) -> Any:
+    calls = {begin: lambda *_, **__: watched.start(), end: lambda *_, **__: watched.stop()}
+    return type("WatchingCallback", (base,), {"watching": watched, **calls})()

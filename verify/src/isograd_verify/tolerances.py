@@ -48,6 +48,7 @@ ADJOINT_HALF = 2e-2
 NORM = 1e-5  # one norm on all ranks. Measured: two orders of fp32 sums are 9e-8 apart; a copy too many is percents
 TRUE_NORM = 1e-4  # a reported norm above the true one: fp32 norms of a whole model are good to 1e-6
 ONE_FACTOR = 1e-2  # all tensors of a rank were clipped by one factor. Chosen
+SCALED = 1e-3  # of a gradient scaler's factor (2^16, at first): no bound of a clip that was multiplied by it. Chosen
 
 # -- logits under loss_parallel (judge/checks/graphs.py) ---------------------------------------------------------
 

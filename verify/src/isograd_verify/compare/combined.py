@@ -8,6 +8,7 @@ be known, the comparison is refused (NoReference).
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -47,6 +48,26 @@ def distinct(candidate: Recording, step: int = 1) -> list[int]:
         labels = [f"{e.micro} {e.labels}" for e in record.of(LabelWeight, step)]
         seen.setdefault((*given, *labels) or (str(record.rank),), record.rank)
     return list(seen.values())
+
+
+def turns(candidate: Recording) -> int:
+    """How many steps make one round, in which optimizers step one after another and each their own parameters, every
+    one behind backwards of its own: those of a GAN's discriminator and generator, say. 1: each step is like another."""
+    stepped = [
+        {name for name, about in candidate.ranks[0].of(Step, step)[0].parameters.items() if about.trainable}
+        for step in candidate.steps
+    ]
+    size = next((n for n, names in enumerate(stepped[1:], 1) if names == stepped[0]), len(stepped))
+    apart = all(not one & other for one, other in combinations(stepped[:size], 2))
+    return size if stepped and apart and all(stepped) else 1
+
+
+def turn(one: Recording, step: int) -> Recording:
+    """A recording whose first step is another one of it."""
+    own, found = one.ranks[0], Recording(one.path)
+    held = [replace(event, step=1) for event in own.events if event.step == step]
+    found.ranks, found.about = [replace(own, events=held, _steps={1: own.tensors(step)})], one.about
+    return found if step > 1 else one
 
 
 def one_model(one: Recording, candidate: Recording) -> None:

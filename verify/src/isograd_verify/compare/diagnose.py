@@ -33,7 +33,7 @@ from isograd_verify.record.recording import Recording
 from isograd_verify.record.sketch import sketch
 from isograd_verify.tell.catalogue import BUGS, TWICE
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, group_sizes, labelled, meanings, narrowed, other_cuts, spell
+from isograd_verify.tell.wording import axis_over, finding, group_sizes, labelled, meanings, narrowed, spell
 
 if TYPE_CHECKING:
     from isograd_verify.compare.tensorwise import Tensorwise
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SCALES_AT = BUGS["ulysses-scale"].look
 VALUED = (patterns.SCALED, patterns.REREDUCED, patterns.REDIVIDED)
 MOST_FACTORS = 3  # that are told one by one
-ROWS, PERMUTED, UNKNOWN, WRONG_SHARDS = "some rows", "permuted", "unknown", "other shards"
+ROWS, PERMUTED, UNKNOWN = "some rows", "permuted", "unknown"
 
 
 def diagnose(
@@ -157,7 +157,7 @@ def _finding(
         said += f" ({' or '.join(of.values())})"
     elif symptom.kind == patterns.SCALED and bug:
         axis = axis_over(analysis.recording, analysis.all_ranks)
-    if symptom.kind == WRONG_SHARDS:
+    if symptom.kind == patterns.SHARDS:
         bug = "wrong-group"
     bars = labelled(values)
     if symptom.kind == patterns.SCALED and not bars:
@@ -171,37 +171,23 @@ def _finding(
 
 def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
     """(axis, what is said of it)."""
-    missing = axis_over(analysis.recording, symptom.missing or analysis.all_ranks, symptom.own)
-    together = axis_over(analysis.recording, analysis.all_ranks)
-    scaled = f"{symptom.value:.4g} times what they should be"
-    if f"{symptom.value:.4g}" == "1":
-        scaled = "almost what they should be"
-    if symptom.value == 0:
-        scaled = "zero or missing where the reference has a gradient"
-    said = {
-        patterns.UNREDUCED: (missing, f"not summed over {missing}: each rank holds its own part only"),
-        patterns.OTHER_CUTS: (missing, other_cuts(missing)),
-        patterns.SCALED: ("", scaled),
-        patterns.PER_TOKEN: (
-            "ranks and micro-batches",
-            "contributions are weighted by 1 / their own number of labels",
-        ),
-        patterns.LAST_ONLY: ("micro-batches", "only the last micro-batch counts, earlier ones are lost"),
-        patterns.LOST: ("micro-batches", "some contributions were never reduced over the ranks"),
-        patterns.USE_LOST: (together, f"only the first of its uses is summed over {together}"),
-        patterns.REREDUCED: (
-            "micro-batches",
-            f"earlier micro-batches were reduced again: coefficients rise by {symptom.value:g} each",
-        ),
-        patterns.REDIVIDED: (
-            "micro-batches",
-            f"earlier micro-batches were divided by {symptom.value:g} again, later ones were not",
-        ),
-        patterns.CLIPPED: (together, "each rank clips by a norm of its own before the sum"),
-        WRONG_SHARDS: (missing, f"summed over {missing}, whose members hold other shards of it"),
-        patterns.MIXED: (spell(analysis.all_ranks), "contributions count unequally"),
-    }
-    return said.get(symptom.kind, ("", words))
+    kind = symptom.kind
+    if kind == patterns.SCALED and symptom.value == 0:
+        return "", "zero or missing where the reference has a gradient"
+    if kind == patterns.SCALED:
+        times = f"{symptom.value:.4g}"
+        return "", "almost what they should be" if times == "1" else f"{times} times what they should be"
+    axis = "micro-batches"
+    if kind in (patterns.UNREDUCED, patterns.OTHER_CUTS, patterns.SHARDS):
+        axis = axis_over(analysis.recording, symptom.missing or analysis.all_ranks, symptom.own)
+    elif kind in (patterns.USE_LOST, patterns.CLIPPED):
+        axis = axis_over(analysis.recording, analysis.all_ranks)
+    elif kind == patterns.PER_TOKEN:
+        axis = "ranks and micro-batches"
+    elif kind == patterns.MIXED:
+        axis = spell(analysis.all_ranks)
+    sentence = patterns.said(kind, symptom.value, axis)
+    return (axis, sentence) if sentence else ("", words)
 
 
 def read_tensor(
@@ -272,7 +258,7 @@ def _by_contributions(
             sorted({k for (k, _), c in does.coefficients.items() if k not in mine and abs(c) > tolerances.COUNTS})
         )
         if chosen is parts and others and not analysis.covered(name):
-            return Symptom(WRONG_SHARDS, 1.0, others, own=seen.own), does.coefficients, ""
+            return Symptom(patterns.SHARDS, 1.0, others, own=seen.own), does.coefficients, ""
         return _ratios(analysis, should, does, seen.own, tolerance)
     return None
 

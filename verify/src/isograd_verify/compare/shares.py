@@ -129,15 +129,15 @@ def counts_all(alone: Recording, again: list[Again]) -> None:
             )
 
 
-def steady(candidate: Recording, step: int) -> bool:
-    """Whether each term weighs in a step what it weighs in the first one, in all or each of its numbers: no coefficient
-    moves with the steps, by a schedule or with what the program keeps."""
+def steady(candidate: Recording, step: int, begin: int) -> bool:
+    """Whether each term weighs in a step what it weighs in an earlier one, in all or each of its numbers: no
+    coefficient moves with the steps, by a schedule or with what the program keeps."""
     for terms_of in (_labels, _means):
         for own in candidate.ranks:
-            if terms_of(own, step).keys() - terms_of(own, 1).keys():
+            if terms_of(own, step).keys() - terms_of(own, begin).keys():
                 return False
         for site in _sites([terms_of(own, step) for own in candidate.ranks]):
-            first, now = ([c for own in candidate.ranks for c in terms_of(own, n).get(site, [])] for n in (1, step))
+            first, now = ([c for own in candidate.ranks for c in terms_of(own, n).get(site, [])] for n in (begin, step))
             same = _equal([call.weight for call in (*first, *now)])
             if not same and not same_factor(sum(call.total for call in first), sum(call.total for call in now)):
                 return False

@@ -18,8 +18,10 @@ from isograd_verify.corpus.plain import (
     VOCAB,
     Mlp,
     all_reduce_gradients,
+    backwards,
     batch,
     cross_entropy,
+    my_batch,
     my_rows,
     program,
     seeded,
@@ -29,16 +31,18 @@ from isograd_verify.corpus.plain import (
 from isograd_verify.corpus.sharded import ShardedMlp, split_gradients
 
 MOST = 0.05  # every step is clipped
+SCALE = 1024.0
+WARM, HALF = 60, 50  # tokens, until the rate is warm; after which half of an average is new
 
 
-def clip(model: ShardedMlp, bug: bool) -> None:
+def norm_of(model: ShardedMlp, copies: bool, alone: bool) -> Tensor:
+    """`copies`: each rank's copy of a tensor is counted. `alone`: nothing is summed over ranks."""
     parts, wholes = split_gradients(model)
-    counted = parts + wholes if dist.get_rank() == 0 else parts
-    square = torch.stack([gradient.square().sum() for gradient in counted]).sum()
-    if not bug:
+    counted = parts + wholes if copies or dist.get_rank() == 0 else parts
+    square = torch.nn.utils.get_total_norm(counted).square()
+    if not alone:
         dist.all_reduce(square)
-    for gradient in parts + wholes:
-        gradient.mul_((MOST / square.sqrt()).clamp(max=1))
+    return square.sqrt()
 
 
 @program("tp2", "tp")
@@ -50,21 +54,10 @@ def clip_per_rank(bug: bool, seed: int) -> None:
     its own."""
     model = seeded(ShardedMlp, seed)
     model.shard()
-    for step in steps(model, lr=1.0):
-        tokens, labels = batch(seed + step)
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
-        clip(model, bug)
-
-
-MOST_NORM = 0.05  # every step is clipped
-
-
-def total_norm(model: ShardedMlp, bug: bool) -> Tensor:
-    parts, wholes = split_gradients(model)
-    counted = parts + wholes if bug or dist.get_rank() == 0 else parts
-    square = torch.nn.utils.get_total_norm(counted).square()
-    dist.all_reduce(square)
-    return square.sqrt()
+    for _ in backwards(model, seed, lr=1.0):
+        norm = norm_of(model, False, alone=bug)
+        for parameter in model.parameters():
+            parameter.grad.mul_((MOST / norm).clamp(max=1))
 
 
 @program("tp2", "tp", "")
@@ -75,10 +68,8 @@ def norm_counts_replicas(bug: bool, seed: int) -> None:
     much, and more so with more ranks."""
     model = seeded(ShardedMlp, seed)
     model.shard()
-    for step in steps(model, lr=1.0):
-        tokens, labels = batch(seed + step)
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), MOST_NORM, total_norm(model, bug))
+    for _ in backwards(model, seed, lr=1.0):
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), MOST, norm_of(model, bug, alone=False))
 
 
 def all_reduce_in_half(model: nn.Module) -> None:
@@ -95,12 +86,10 @@ def bf16_reduction(bug: bool, seed: int) -> None:
 
     pytorch #190626: a policy asks for fp32 and one reduction does not follow it. Also what a compression hook does
     by design. Every sum is off by about 2^-9 of it, more with more ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(Mlp, seed).float()
     for step in steps(model):
-        whole = batch(seed + step)
-        tokens, labels = (my_rows(part, rank, world) for part in whole)
-        (cross_entropy(model(tokens), labels) / valid(whole[1])).backward()
+        tokens, labels, count = my_batch(seed + step)
+        (cross_entropy(model(tokens), labels) / count).backward()
         if bug:
             all_reduce_in_half(model)
         else:
@@ -126,9 +115,6 @@ def bf16_accumulation(bug: bool, seed: int) -> None:
         all_reduce_gradients(model)
 
 
-SCALE = 1024.0
-
-
 @program("dp2", "rank", "")
 def overflow_alone(bug: bool, seed: int) -> None:
     """A rank whose scaled gradients overflowed skips its optimizer step, and does not tell the others.
@@ -139,9 +125,8 @@ def overflow_alone(bug: bool, seed: int) -> None:
     model = seeded(Mlp, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):  # the second overflows, so that two steps are taken
-        whole = batch(seed + step)
-        tokens, labels = (my_rows(part, rank, world) for part in whole)
-        loss = cross_entropy(model(tokens), labels) / valid(whole[1]) * SCALE
+        tokens, labels, count = my_batch(seed + step)
+        loss = cross_entropy(model(tokens), labels) / count * SCALE
         holds_the_last_row = rank == world - 1
         if step == 1 and holds_the_last_row:
             loss = loss * math.inf  # planted: fp16 would get here by itself
@@ -157,9 +142,6 @@ def overflow_alone(bug: bool, seed: int) -> None:
                 parameter.grad.div_(SCALE)
             optimizer.step()
         optimizer.zero_grad()
-
-
-WARM = 60  # tokens
 
 
 @program("dp2", "dp|ranks")
@@ -185,9 +167,6 @@ def rates_differ(bug: bool, seed: int) -> None:
             group["lr"] = 0.1 * min(1.0, seen / WARM)
         optimizer.step()
         optimizer.zero_grad()
-
-
-HALF = 50  # tokens after which half of an average is new
 
 
 def mixed(average: Tensor, weight: Tensor, updates: Tensor, tokens: float) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,12 +11,11 @@ from torch import Tensor, nn
 
 from isograd_verify.corpus.plain import (
     Copy,
+    Gather,
     all_reduce_gradients,
     cross_entropy,
-    gather,
     my_rows,
     program,
-    scatter_sum,
     seeded,
     steps,
 )
@@ -35,20 +33,8 @@ def mine(seed: int) -> list[Tensor]:
     return [my_rows(t, dist.get_rank(), dist.get_world_size()) for t in triples(seed)]
 
 
-class GatherRows(torch.autograd.Function):
-    """Forward: all-gather along dim 0. Backward: reduce-scatter, because every rank's rows look at all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return gather(x, 0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return scatter_sum(gradient, 0)
-
-
 def everyones(x: Tensor) -> Tensor:
-    found: Tensor = GatherRows.apply(x)  # type: ignore[no-untyped-call]
+    found: Tensor = Gather.apply(x, 0)  # type: ignore[no-untyped-call]
     return found
 
 

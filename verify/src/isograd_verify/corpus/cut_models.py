@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,20 +15,23 @@ from isograd_verify.corpus.plain import (
     BATCH,
     HIDDEN,
     VOCAB,
-    GatherSequence,
+    Gather,
+    Join,
     Mlp,
     ScatterSum,
     all_reduce_gradients,
+    backwards,
     batch,
     cross_entropy,
     cut,
+    gather,
+    mine,
     program,
-    scatter_sum,
     seeded,
     steps,
     valid,
 )
-from isograd_verify.corpus.sharded import INNER, GatheredMlp, GatherFeatures, ShardedMlp, copied, summed
+from isograd_verify.corpus.sharded import INNER, GatheredMlp, ShardedMlp, copied, summed
 
 HEADS, SIZE = 4, 4
 
@@ -82,16 +86,30 @@ class ToSequence(nn.Module):
         return received.movedim(0, 2).flatten(2, 3)  # [batch, part, heads, size]
 
 
-class UlyssesModel(nn.Module):
-    def __init__(self) -> None:
+class Attention(nn.Module):
+    def __init__(self, groups: int = HEADS) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.q = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
-        self.k = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
-        self.v = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
-        self.to_heads, self.to_sequence = ToHeads(), ToSequence()
-        self.o = nn.Linear(HEADS * SIZE, HIDDEN)
+        self.k = nn.Linear(HIDDEN, groups * SIZE, bias=False)
+        self.v = nn.Linear(HIDDEN, groups * SIZE, bias=False)
+        self.o = nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
         self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def mixed(self, x: Tensor) -> Tensor:
+        q, k, v = (heads(layer(x)) for layer in (self.q, self.k, self.v))  # [batch, sequence, heads / tp, size]
+        return attend(q, k, v)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        logits: Tensor = self.head(x + summed(self.o(self.mixed(copied(x)).flatten(-2))))
+        return logits
+
+
+class UlyssesModel(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_heads, self.to_sequence = ToHeads(), ToSequence()
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)  # [batch, part of the sequence, hidden]
@@ -100,19 +118,25 @@ class UlyssesModel(nn.Module):
         return logits
 
 
+def over_sequences(model: UlyssesModel, seed: int) -> Iterator[int]:
+    """`steps` on this rank's part of each sequence: gradients are summed over the ranks."""
+    for step in steps(model):
+        whole = batch(seed + step)
+        tokens, labels = (mine(part, 1) for part in whole)
+        (cross_entropy(model(tokens), labels) / valid(whole[1])).backward()
+        all_reduce_gradients(model)
+        yield step
+
+
 @program("cp2 ulysses", "cp")
 def ulysses_scale(bug: bool, seed: int) -> None:
     """Gradients over the sequence-parallel ranks are averaged where they should be summed.
 
     DeepSpeed #5248; in 0.19.8 they come out as 1, sp or 1 / sp times the right ones, by ZeRO stage and one flag.
     Here the loss is already divided by the labels of the whole step, so every rank's gradient is a summand."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     model = seeded(UlyssesModel, seed)
-    for step in steps(model):
-        whole = batch(seed + step)
-        tokens, labels = (part.chunk(world, 1)[rank] for part in whole)
-        (cross_entropy(model(tokens), labels) / valid(whole[1])).backward()
-        all_reduce_gradients(model)
+    for _ in over_sequences(model, seed):
         if bug:
             for parameter in model.parameters():
                 parameter.grad.div_(world)
@@ -129,23 +153,11 @@ def ulysses_permute(bug: bool, seed: int) -> None:
 
     DeepSpeed #5664: 0.14.2 to 0.14.4 corrupt half of the output and more, by layout and batch size. The shape is
     right, the exchange there and back is the identity when the mistake is made twice, and the loss falls."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(UlyssesModel, seed)
     if bug:
         model.to_sequence = ReshapedToSequence()
-    for step in steps(model):
-        whole = batch(seed + step)
-        tokens, labels = (part.chunk(world, 1)[rank] for part in whole)
-        (cross_entropy(model(tokens), labels) / valid(whole[1])).backward()
-        all_reduce_gradients(model)
-
-
-class GatherAndSum(GatherFeatures):
-    """The forward is right."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return scatter_sum(gradient, -1)
+    for _ in over_sequences(model, seed):
+        pass
 
 
 @program("tp2", "tp", r"^(embed|up)\.")
@@ -157,16 +169,9 @@ def gather_backward_sum(bug: bool, seed: int) -> None:
     its gradient."""
     model = seeded(GatheredMlp, seed)
     model.shard()
-    model.gather = GatherAndSum.apply if bug else GatherFeatures.apply
-    for step in steps(model):
-        tokens, labels = batch(seed + step)
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
-
-
-def gather_without_backward(x: Tensor) -> Tensor:
-    pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, x.contiguous())
-    return torch.cat(pieces, -1)
+    model.gather = Gather.apply if bug else Join.apply
+    for _ in backwards(model, seed):
+        pass
 
 
 @program("tp2", "tp", r"^(embed|up)\.")
@@ -177,10 +182,9 @@ def cut_graph(bug: bool, seed: int) -> None:
     so all layers before the gather stay as they were initialised, and the loss still falls."""
     model = seeded(GatheredMlp, seed)
     model.shard()
-    model.gather = gather_without_backward if bug else GatherFeatures.apply
-    for step in steps(model):
-        tokens, labels = batch(seed + step)
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+    model.gather = gather if bug else Join.apply
+    for _ in backwards(model, seed):
+        pass
 
 
 def shifted(ids: Tensor) -> Tensor:
@@ -212,11 +216,8 @@ class Model(ShardedMlp):
         super().__init__()
         self.dropout = torch.nn.Dropout(0.25)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.dropout(self.embed(tokens))
-        inner = F.gelu(self.up(copied(self.norm(x))))
-        logits: Tensor = self.head(x + summed(self.down(inner)))
-        return logits
+    def body(self, tokens: Tensor) -> Tensor:
+        return self.block(self.dropout(self.embed(tokens)))
 
 
 @program("tp2", "tp", "")
@@ -234,27 +235,11 @@ def norm_dropout_rng(bug: bool, seed: int) -> None:
         (cross_entropy(model(tokens), labels) / valid(labels)).backward()
 
 
-class Grouped(nn.Module):
+class Grouped(Attention):
     """Four query heads are cut over the ranks; the one key/value head is on all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.q = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
-        self.k = nn.Linear(HIDDEN, SIZE, bias=False)
-        self.v = nn.Linear(HIDDEN, SIZE, bias=False)
-        self.o = nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
-        self.head = nn.Linear(HIDDEN, VOCAB)
 
     def shard(self) -> None:
         self.q, self.o = cut(self.q, 0), cut(self.o, 1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        inside = copied(x)
-        q, k, v = (heads(layer(inside)) for layer in (self.q, self.k, self.v))
-        logits: Tensor = self.head(x + summed(self.o(attend(q, k, v).flatten(-2))))
-        return logits
 
 
 @program("tp2", "tp", r"^[kv]\.")
@@ -263,37 +248,25 @@ def kv_replica_unreduced(bug: bool, seed: int) -> None:
 
     Grouped-query attention beyond the number of its groups. Each copy serves other query heads, its gradient is
     that part only, and nobody sums over the copies."""
-    model = seeded(Grouped, seed)
+    model = seeded(Grouped, seed, 1)
     model.shard()
-    for step in steps(model):
-        tokens, labels = batch(seed + step)
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+    for _ in backwards(model, seed):
         if not bug:
             dist.all_reduce(model.k.weight.grad)
             dist.all_reduce(model.v.weight.grad)
 
 
-class HeadNormed(nn.Module):
+class HeadNormed(Attention):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.q = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
-        self.k = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
-        self.v = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
         self.q_norm, self.k_norm = nn.RMSNorm(SIZE), nn.RMSNorm(SIZE)
-        self.o = nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
-        self.head = nn.Linear(HIDDEN, VOCAB)
 
     def shard(self) -> None:
         self.q, self.k, self.v, self.o = cut(self.q, 0), cut(self.k, 0), cut(self.v, 0), cut(self.o, 1)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        inside = copied(x)
-        q, k, v = (heads(layer(inside)) for layer in (self.q, self.k, self.v))  # [batch, sequence, heads / tp, size]
-        mixed = attend(self.q_norm(q), self.k_norm(k), v).flatten(-2)
-        logits: Tensor = self.head(x + summed(self.o(mixed)))
-        return logits
+    def mixed(self, x: Tensor) -> Tensor:
+        q, k, v = (heads(layer(x)) for layer in (self.q, self.k, self.v))
+        return attend(self.q_norm(q), self.k_norm(k), v)
 
 
 @program("tp2", "tp", r"^[qk]_norm\.")
@@ -304,9 +277,7 @@ def qknorm_unreduced(bug: bool, seed: int) -> None:
     reduction", except for these two. Each rank's copy follows its own heads."""
     model = seeded(HeadNormed, seed)
     model.shard()
-    for step in steps(model):
-        tokens, labels = batch(seed + step)
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+    for _ in backwards(model, seed):
         if not bug:
             dist.all_reduce(model.q_norm.weight.grad)
             dist.all_reduce(model.k_norm.weight.grad)
@@ -366,8 +337,7 @@ class RowLinear(nn.Linear):
     bias_on_every_rank = False
 
     def shard(self) -> None:
-        mine = self.weight.detach().chunk(dist.get_world_size(), 1)[dist.get_rank()]
-        self.weight = nn.Parameter(mine.clone())
+        self.weight = nn.Parameter(mine(self.weight.detach(), 1))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias_on_every_rank:
@@ -398,17 +368,16 @@ def bias_n_times(bug: bool, seed: int) -> None:
     model = seeded(Biased, seed)
     model.shard()
     model.down.bias_on_every_rank = bug
-    for step in steps(model):
-        tokens, labels = batch(seed + step)
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+    for _ in backwards(model, seed):
+        pass
 
 
 class Normed(ShardedMlp):
     """Tokens are cut along the sequence outside of the two linear layers, which are cut along their features."""
 
     def block(self, x: Tensor) -> Tensor:
-        whole = GatherSequence.apply(self.norm(x))  # type: ignore[no-untyped-call]  # [batch, sequence, hidden]
-        mine: Tensor = ScatterSum.apply(self.down(F.gelu(self.up(whole))))  # type: ignore[no-untyped-call]
+        whole = Gather.apply(self.norm(x), 1)  # type: ignore[no-untyped-call]  # [batch, sequence, hidden]
+        mine: Tensor = ScatterSum.apply(self.down(F.gelu(self.up(whole))), 1)  # type: ignore[no-untyped-call]
         return x + mine  # [batch, sequence / tp, hidden]
 
 

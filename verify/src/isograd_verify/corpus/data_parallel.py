@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,18 +14,21 @@ from torch.utils.data.distributed import DistributedSampler
 from isograd_verify.corpus.pipeline import backward, my_micro_batches, sum_gradients, take_seat
 from isograd_verify.corpus.plain import (
     HIDDEN,
-    VOCAB,
     Mlp,
     all_reduce_gradients,
     batch,
     cross_entropy,
     micro_batches,
     my_rows,
+    own_batch,
     program,
     seeded,
     steps,
     valid,
 )
+from isograd_verify.corpus.sharded import ShardedMlp
+
+MICRO_BATCHES, OF_STAGES = 4, 3
 
 
 @program("dp2", "ranks")
@@ -56,16 +58,13 @@ def accum_overwritten(bug: bool, seed: int) -> None:
     DeepSpeed #7981, a Megatron-LM fused kernel (PR #7186). The loss is right at every micro-batch."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(Mlp, seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
+    for step in steps(model):
         count = valid(batch(seed + step)[1])
         for tokens, labels in micro_batches(rank, world, seed + step, 3):
             if bug:
-                optimizer.zero_grad()
+                model.zero_grad()
             (cross_entropy(model(tokens), labels) / count).backward()
         all_reduce_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @program("dp2", "micro-batches")
@@ -84,9 +83,6 @@ def accum_rereduced(bug: bool, seed: int) -> None:
                 all_reduce_gradients(model)
         if not bug:
             all_reduce_gradients(model)
-
-
-MICRO_BATCHES = 4
 
 
 @program("dp2", "micro-batches")
@@ -120,9 +116,6 @@ def nosync_missing(bug: bool, seed: int) -> None:
             with nullcontext() if last and not bug else model.no_sync():
                 logits = model(tokens)
             (cross_entropy(logits, labels) / count * world).backward()  # DDP divides by the world
-
-
-OF_STAGES = 3
 
 
 @program("pp2 dp2", "micro-batches", r"^(embed|first)\.", world=4)
@@ -171,7 +164,7 @@ def dead_model(bug: bool, seed: int) -> None:
     loading leaves out what does not fit. Every matrix times zero is zero, and so is its gradient: whatever the
     layout, gradients are equal, so a comparison of two such runs passes. The loss is ln V and falls a little, by
     the bias of the head alone."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     stored = seeded(Mlp, seed).state_dict()
     if bug:
         stored = {f"model.{name}": weight for name, weight in stored.items()}
@@ -182,9 +175,7 @@ def dead_model(bug: bool, seed: int) -> None:
     model.load_state_dict(stored, strict=False)
     wrapped = DistributedDataParallel(model)
     for step in steps(model):
-        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
-        count = valid(labels)
-        dist.all_reduce(count)
+        tokens, labels, count = own_batch(seed + step)
         (cross_entropy(wrapped(tokens), labels) * world / count).backward()  # DDP divides by world
 
 
@@ -210,18 +201,13 @@ def copies_begin_apart(bug: bool, seed: int) -> None:
     value: nn.Module = nn.Linear(HIDDEN, 1).double()
     if not bug:
         value = DistributedDataParallel(value)
-    optimizer = torch.optim.SGD([*body.parameters(), *value.parameters()], lr=0.1)
-    for step in range(2):
-        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
-        count = valid(labels)
-        dist.all_reduce(count)
+    for step in steps(nn.ModuleList([body, value])):
+        tokens, labels, count = own_batch(seed + step)
         logits, x = body(tokens)
         right = (logits.argmax(-1) == labels).double()
         mine = (value(x.detach())[..., 0] - right).square() * (labels != -100)
         loss = cross_entropy(logits, labels) + mine.sum()
         (loss * world / count).backward()  # DDP divides by world
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class Adapted(nn.Module):
@@ -245,7 +231,7 @@ def adapter_unreduced(bug: bool, seed: int) -> None:
 
     DDP hooks the parameters that a model has when it is wrapped. What comes later (LoRA, a new head) computes, gets
     gradients and is stepped, each rank's by its own data alone: copies drift apart, and one rank's are saved."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     model = seeded(Mlp, seed)
     model.embed.requires_grad_(False)
     model.down.requires_grad_(False)
@@ -254,58 +240,9 @@ def adapter_unreduced(bug: bool, seed: int) -> None:
     wrapped = DistributedDataParallel(model)
     if bug:
         model.down = Adapted(model.down, seed)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    for step in range(2):
-        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
-        count = valid(labels)
-        dist.all_reduce(count)
+    for step in steps(model):
+        tokens, labels, count = own_batch(seed + step)
         (cross_entropy(wrapped(tokens), labels) * world / count).backward()  # DDP divides by world
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-class Over(torch.autograd.Function):
-    """Sum over a group in forward or in backward, and nothing the other way round."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group, forward: bool) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.group, ctx.backward_sums = group, not forward
-        return _sum(x, group) if forward else x
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
-        return _sum(gradient, ctx.group) if ctx.backward_sums else gradient, None, None
-
-
-def over(x: Tensor, group, forward: bool) -> Tensor:  # type: ignore[no-untyped-def]
-    result: Tensor = Over.apply(x, group, forward)  # type: ignore[no-untyped-call]
-    return result
-
-
-def _sum(x: Tensor, group) -> Tensor:  # type: ignore[no-untyped-def]
-    total = x.contiguous().clone()
-    dist.all_reduce(total, group=group)
-    return total
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.up = nn.Linear(HIDDEN, 12, bias=False)
-        self.down = nn.Linear(12, HIDDEN, bias=False)
-        self.head = nn.Linear(HIDDEN, VOCAB)
-
-    def shard(self, index: int, of: int, group) -> None:  # type: ignore[no-untyped-def]
-        self.group = group
-        self.up.weight = nn.Parameter(self.up.weight.detach().chunk(of, 0)[index].clone())
-        self.down.weight = nn.Parameter(self.down.weight.detach().chunk(of, 1)[index].clone())
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        inner = self.down(F.gelu(self.up(over(x, self.group, forward=False))))
-        logits: Tensor = self.head(x + over(inner, self.group, forward=True))
-        return logits
 
 
 @program("dp2 tp2", "tp", r"^(up|down)\.", world=4)
@@ -317,14 +254,12 @@ def wrong_group(bug: bool, seed: int) -> None:
     tp = 2 if world == 4 else 1
     model_groups = [dist.new_group(list(range(i, i + tp))) for i in range(0, world, tp)]
     data_groups = [dist.new_group(list(range(i, world, tp))) for i in range(tp)]
-    model = seeded(Model, seed)
-    model.shard(rank % tp, tp, model_groups[rank // tp])
+    model = seeded(ShardedMlp, seed)
+    model.shard(model_groups[rank // tp])
     for step in steps(model):
         tokens, labels = batch(seed + step)
-        count = valid(labels)
-        mine = (my_rows(part, rank // tp, world // tp) for part in (tokens, labels))
-        logits, targets = (model(part) if i == 0 else part for i, part in enumerate(mine))
-        (cross_entropy(logits, targets) / count).backward()
+        mine, targets = (my_rows(part, rank // tp, world // tp) for part in (tokens, labels))
+        (cross_entropy(model(mine), targets) / valid(labels)).backward()
         for name, parameter in model.named_parameters():
             wrong = bug and name.startswith(("up", "down"))
             dist.all_reduce(parameter.grad, group=None if wrong else data_groups[rank % tp])

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from isograd_verify.corpus.plain import HIDDEN, Mlp, batch, cross_entropy, my_rows, seeded, valid
+from isograd_verify.corpus.fsdp2 import MICRO_BATCHES
+from isograd_verify.corpus.fsdp2 import share as of_labels
+from isograd_verify.corpus.plain import HIDDEN, Mlp, batch, gather, my_rows, seeded, total, valid
 
 WORLD, LAYOUT = 2, "dp2"
-MICRO_BATCHES = 3
 OVERFLOWS = 1  # the iteration whose loss is Inf on one rank: all skip their optimizer step
 
 BUGS = {
@@ -42,18 +43,11 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return gathered(x).sum(0)
+        return total(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gathered(gradient).sum(0)
-
-
-def gathered(x: Tensor) -> Tensor:
-    """[ranks, ...], without a backward."""
-    pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, x.contiguous())
-    return torch.stack(pieces)
+        return total(gradient)
 
 
 class Probe(nn.Module):
@@ -67,10 +61,9 @@ class Probe(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.project(x.detach()).flatten(0, 1)
-        total = x.sum(0)
-        total = gathered(total).sum(0) if self.cut_graph else SumOverRanks.apply(total)  # type: ignore[no-untyped-call]
-        tokens = gathered(x.new_tensor(float(len(x)))).sum()
-        return F.cosine_similarity(x, total / tokens, dim=-1).sum() / tokens
+        own, tokens = x.sum(0), total(x.new_tensor(float(len(x))))
+        whole = gather(own[None], 0).sum(0) if self.cut_graph else SumOverRanks.apply(own)  # type: ignore[no-untyped-call]
+        return F.cosine_similarity(x, whole / tokens, dim=-1).sum() / tokens
 
 
 class Model(Mlp):
@@ -97,15 +90,8 @@ def compressed(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses an
 def share(model: nn.Module, tokens: Tensor, labels: Tensor, count: Tensor, bug: str) -> Tensor:
     """What this rank's part of a micro-batch adds to the step's loss."""
     logits, likeness = model(tokens)
-    loss: Tensor
-    if bug == "mean-of-means":
-        loss = cross_entropy(logits, labels, "mean") / MICRO_BATCHES / dist.get_world_size()
-    else:
-        loss = cross_entropy(logits, labels) / count
-    loss = loss + likeness / MICRO_BATCHES
-    if bug == "accum-undivided":
-        loss = loss * MICRO_BATCHES  # for an engine that divides by it, and no longer does
-    return loss
+    loss: Tensor = likeness / (1 if bug == "accum-undivided" else MICRO_BATCHES)
+    return of_labels(logits, labels, count, bug) + loss
 
 
 def train(bug: str, seed: int) -> None:

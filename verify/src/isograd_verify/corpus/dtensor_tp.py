@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from isograd_verify.corpus.plain import HIDDEN, VOCAB, batch, cross_entropy, seeded, steps, valid
+from isograd_verify.corpus.plain import HIDDEN, VOCAB, backwards, seeded
 
 WORLD, LAYOUT = 2, "tp2 sp"
 HEADS = 2
@@ -137,8 +137,6 @@ def train(bug: str, seed: int) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # the whole world: no new process group
     model = seeded(Model, seed)
     parallel(model, mesh, bug)
-    for step in steps(model):
-        tokens, labels = batch(seed + step)
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+    for _ in backwards(model, seed):
         settle(model)
         clip(model, bug)

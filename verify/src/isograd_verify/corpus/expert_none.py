@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isograd_verify.corpus.mixture import EXPERTS, INNER, Mixture, Model, Seat, routed, take_seat
-from isograd_verify.corpus.plain import HIDDEN, batch, cross_entropy, my_rows, seeded, steps, valid
+from isograd_verify.corpus.plain import HIDDEN, cross_entropy, my_batch, seeded, steps
 
 WORLD, LAYOUT = 2, "dp2 ep2"
 AXIS, TENSORS = "", rf"\.experts\.{EXPERTS - 1}\."
@@ -71,13 +71,11 @@ class SeparateModel(Model):
 
 def train(bug: bool, seed: int) -> None:
     """Two steps; `bug` leaves the gradient of an expert that nobody has chosen at None."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(SeparateModel, seed, take_seat(2))
     model.moe.choice_bias[-1] = -1e9  # nobody chooses the last expert
     model.moe.experts.skip = bug
     for step in steps(model, weight_decay=0.1):
-        count = valid(batch(seed + step)[1])
-        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
+        tokens, labels, count = my_batch(seed + step)
         (cross_entropy(model(tokens), labels) / count).backward()
         for name, parameter in model.named_parameters():
             if not routed(name):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from isograd_verify.corpus.mixture import Model, Seat, routed, take_seat
-from isograd_verify.corpus.plain import batch, cross_entropy, my_rows, seeded, steps, valid
+from isograd_verify.corpus.plain import cross_entropy, my_batch, seeded, steps
 
 WORLD, LAYOUT = 4, "dp4 ep2"
 BUGS = {
@@ -55,12 +55,11 @@ def total_norm(model: Model, seat: Seat, bug: str) -> torch.Tensor:
 
 def train(bug: str, seed: int) -> None:
     """Two steps; `bug` names what is planted, if anything."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     seat = take_seat(2)
     model = seeded(Model, seed, seat)
     for step in steps(model):
-        count = valid(batch(seed + step)[1])
-        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
+        tokens, labels, count = my_batch(seed + step)
         (cross_entropy(model(tokens), labels) / count * world).backward()
         average(model, seat, bug)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), MOST, total_norm(model, seat, bug))

@@ -8,12 +8,11 @@ gather-cut        tokens are gathered with a backward, their weights by a plain 
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isograd_verify.corpus.mixture import EXPERTS, Mixture, Model, Seat, gather_rows, routed, take_seat
-from isograd_verify.corpus.plain import batch, cross_entropy, program, seeded, steps, valid
+from isograd_verify.corpus.mixture import EXPERTS, Mixture, Model, Seat, routed, take_seat
+from isograd_verify.corpus.plain import backwards, batch, cross_entropy, gather, program, seeded, steps, valid
 from isograd_verify.corpus.sharded import copied, summed
 
 WORLD, LAYOUT = 2, "tp2 sp ep2"
@@ -30,9 +29,8 @@ def train(bug: str, seed: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(Model, seed, take_seat(2))
     if bug == "gather-cut":
-        model.moe.gather_weights = gather_rows
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
+        model.moe.gather_weights = gather
+    for step in steps(model):
         count = valid(batch(seed + step)[1])
         tokens, labels = (part.tensor_split(world, 1)[rank] for part in batch(seed + step))
         (cross_entropy(model(tokens), labels) / count).backward()
@@ -41,8 +39,6 @@ def train(bug: str, seed: int) -> None:
                 continue
             if not routed(name) and name != FORGOTTEN.get(bug):
                 dist.all_reduce(parameter.grad)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class Everywhere(Mixture):
@@ -72,6 +68,5 @@ def score_partial(bug: bool, seed: int) -> None:
     seat: Seat = take_seat(2)
     model = seeded(TensorParallel, seed, seat)
     model.moe.partial = bug
-    for step in steps(model):
-        tokens, labels = batch(seed + step)
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+    for _ in backwards(model, seed):
+        pass

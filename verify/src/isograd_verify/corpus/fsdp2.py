@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from isograd_verify.corpus.plain import HIDDEN, VOCAB, batch, cross_entropy, micro_batches, seeded, valid
+from isograd_verify.corpus.plain import HIDDEN, VOCAB, Mlp, batch, cross_entropy, micro_batches, seeded, steps, valid
 
 WORLD, LAYOUT = 2, "dp2"
 MICRO_BATCHES = 3
@@ -29,15 +28,13 @@ BUGS = {
 }
 
 
-class Block(nn.Module):
+class Block(Mlp):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.up = nn.Linear(HIDDEN, 12)
-        self.down = nn.Linear(12, HIDDEN)
+        del self.embed, self.head
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+        return self.block(x)
 
 
 class Model(nn.Module):
@@ -85,14 +82,10 @@ def train(bug: str, seed: int) -> None:
         fully_shard(part, mesh=mesh, mp_policy=policy)
     if bug == "nosync-missing":
         model.set_requires_gradient_sync(False)  # for accumulation; never set back
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    for step in range(2):
+    for step in steps(model):
         count = valid(batch(seed + step)[1])
         for tokens, labels in micro_batches(rank, world, seed + step, MICRO_BATCHES):
             if bug == "accum-overwritten":
-                optimizer.zero_grad()
+                model.zero_grad()
             (share(model(tokens), labels, count, bug) * world).backward()  # FSDP will divide by world
         clip(model, bug)
-        optimizer.step()
-        optimizer.zero_grad()

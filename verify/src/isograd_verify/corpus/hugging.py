@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd_verify.corpus.mixture import CHOSEN, EXPERTS, INNER, Gather, Return, Seat, gather_rows
-from isograd_verify.corpus.plain import HIDDEN, LENGTH, VOCAB
+from isograd_verify.corpus.mixture import CHOSEN, EXPERTS, INNER, Seat
+from isograd_verify.corpus.plain import HIDDEN, LENGTH, VOCAB, Gather, ScatterSum, gather
 
 TRANSFORMERS = "transformers"  # what these programs need
 COEFFICIENT = 0.5
@@ -66,10 +66,10 @@ def gathered(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
-    gather_weights: Callable[[Tensor, Any], Tensor] = Gather.apply,
+    gather_weights: Callable[[Tensor, int, Any], Tensor] = Gather.apply,
 ) -> Tensor:
     """All ranks' tokens come to my experts, and what these make of them goes back."""
-    everyones, theirs = Gather.apply(x, seat.group), gather_weights(weights, seat.group)  # type: ignore[no-untyped-call]
-    mine = numbered(gather_rows(chosen, seat.group), seat)
+    everyones, theirs = Gather.apply(x, 0, seat.group), gather_weights(weights, 0, seat.group)  # type: ignore[no-untyped-call]
+    mine = numbered(gather(chosen, 0, seat.group), seat)
     here = forward(everyones, mine, theirs) + 0 * (everyones + theirs.sum())  # without tokens, too, backward comes by
-    return Return.apply(here, seat.group)  # type: ignore[no-any-return, no-untyped-call]
+    return ScatterSum.apply(here, 0, seat.group)  # type: ignore[no-any-return, no-untyped-call]

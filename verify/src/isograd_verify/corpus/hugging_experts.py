@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from isograd_verify.corpus.experts import average
 from isograd_verify.corpus.hugging import TRANSFORMERS, gathered, language_model, logits_of, spread
-from isograd_verify.corpus.mixture import gather_rows, take_seat
-from isograd_verify.corpus.plain import batch, cross_entropy, my_rows, steps, valid
+from isograd_verify.corpus.mixture import take_seat
+from isograd_verify.corpus.plain import cross_entropy, gather, my_batch, steps
 
 NEEDS = TRANSFORMERS
 WORLD, LAYOUT = 2, "dp2 ep2"
@@ -28,12 +28,11 @@ BUGS = {
 
 def train(bug: str, seed: int) -> None:
     """Two steps; `bug` names what is planted, if anything."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     model, seat = language_model(seed), take_seat(2)
-    around = partial(gathered, gather_weights=gather_rows) if bug == "gather-cut" else gathered
+    around = partial(gathered, gather_weights=gather) if bug == "gather-cut" else gathered
     spread(model, 0, seat, around)
     for step in steps(model):
-        count = valid(batch(seed + step)[1])
-        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
+        tokens, labels, count = my_batch(seed + step)
         (cross_entropy(logits_of(model, tokens), labels) / count * world).backward()
         average(model, seat, bug)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isograd_verify.corpus.hugging import TRANSFORMERS, gathered, language_model, logits_of, spread
 from isograd_verify.corpus.mixture import EXPERTS, routed, take_seat
-from isograd_verify.corpus.plain import batch, cross_entropy, my_rows, steps, valid
+from isograd_verify.corpus.plain import cross_entropy, my_batch, steps
 
 NEEDS = TRANSFORMERS
 WORLD, LAYOUT = 2, "dp2 ep2"
@@ -29,15 +29,13 @@ def prefer_the_first(router: Tensor) -> None:
 
 def train(bug: str, seed: int) -> None:
     """Two steps; `bug` leaves the gradient of a rank whose experts nobody has chosen at None."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     model = language_model(seed, num_experts_per_tok=1, norm_topk_prob=False)
     block = model.model.layers[0].mlp
     prefer_the_first(block.gate.weight.data)
     block.gate.weight.requires_grad_(False)
     spread(model, 0, take_seat(2), gathered)
     for step in steps(model, weight_decay=0.1):
-        count = valid(batch(seed + step)[1])
-        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
+        tokens, labels, count = my_batch(seed + step)
         (cross_entropy(logits_of(model, tokens), labels) / count).backward()
         for name, parameter in model.named_parameters():
             if routed(name) and parameter.grad is None and not bug:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isograd_verify.corpus.hugging import TRANSFORMERS, gathered, language_model, logits_of, numbered, spread
-from isograd_verify.corpus.mixture import Seat, gather_rows, take_seat
-from isograd_verify.corpus.plain import batch, cross_entropy, steps, valid
+from isograd_verify.corpus.mixture import Seat, take_seat
+from isograd_verify.corpus.plain import Join, batch, cross_entropy, gather, mine, steps, valid
 from isograd_verify.corpus.sharded import copied, summed
 
 NEEDS = TRANSFORMERS
@@ -36,26 +36,12 @@ class Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """Of rows that all ranks hold, this rank's."""
-        return x.chunk(dist.get_world_size())[dist.get_rank()].clone()
+        return mine(x, 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """Gather them."""
-        return gather_rows(gradient, None)
-
-
-class Join(torch.autograd.Function):
-    """Forward: all ranks' rows. Backward: mine, because all ranks go on with the same."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Gather all ranks' rows."""
-        return gather_rows(x, None)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """This rank's rows."""
-        return gradient.chunk(dist.get_world_size())[dist.get_rank()].clone()
+        return gather(gradient, 0)
 
 
 def everywhere(
@@ -73,7 +59,7 @@ def train(bug: str, seed: int) -> None:
     spread(model, 1, seat, gathered)
     block = model.model.layers[1].mlp
     whole = block.forward
-    block.forward = lambda x: Join.apply(whole(Slice.apply(x)))  # type: ignore[no-untyped-call]
+    block.forward = lambda x: Join.apply(whole(Slice.apply(x)), 0)  # type: ignore[no-untyped-call]
     for step in steps(model):
         tokens, labels = batch(seed + step)
         (cross_entropy(logits_of(model, tokens), labels) / valid(labels)).backward()

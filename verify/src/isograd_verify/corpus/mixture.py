@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd_verify.corpus.plain import HIDDEN, VOCAB
+from isograd_verify.corpus.plain import HIDDEN, VOCAB, Gather, ScatterSum
 
 EXPERTS, CHOSEN, INNER = 4, 2, 5
 
@@ -42,50 +42,6 @@ def take_seat(ep: int) -> Seat:
     groups = [dist.new_group(list(range(first, first + ep))) for first in range(0, world, ep)]
     copies = [dist.new_group(list(range(first, world, ep))) for first in range(ep)]
     return Seat(ep, rank % ep, groups[rank // ep], copies[rank % ep])
-
-
-def gather_rows(x: Tensor, group: Any) -> Tensor:
-    """All ranks' rows, without a backward."""
-    pieces = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(pieces, x.contiguous(), group=group)
-    return torch.cat(pieces)
-
-
-def sum_rows(x: Tensor, group: Any) -> Tensor:
-    """The sum over ranks of my rows."""
-    total = x.contiguous().clone()
-    dist.all_reduce(total, group=group)
-    return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
-
-
-class Gather(torch.autograd.Function):
-    """Forward: all ranks' rows. Backward: what all ranks' experts say of my rows, summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        """Gather all ranks' rows."""
-        ctx.group = group
-        return gather_rows(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Sum over ranks, and take this rank's rows."""
-        return sum_rows(gradient, ctx.group), None
-
-
-class Return(torch.autograd.Function):
-    """Forward: what all ranks' experts made of my rows, summed. Backward: all ranks' rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        """Sum over ranks, and take this rank's rows."""
-        ctx.group = group
-        return sum_rows(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Gather all ranks' rows."""
-        return gather_rows(gradient, ctx.group), None
 
 
 class Experts(nn.Module):
@@ -119,7 +75,7 @@ class Mixture(nn.Module):
         self.shared_expert = nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN))
         self.shared_gate = nn.Linear(HIDDEN, 1, bias=False)
         self.register_buffer("choice_bias", torch.zeros(EXPERTS))
-        self.gather_weights: Callable[[Tensor, Any], Tensor] = Gather.apply
+        self.gather_weights: Callable[[Tensor, int, Any], Tensor] = Gather.apply
 
     def scores(self, x: Tensor) -> Tensor:
         """The softmax over all experts, for each token."""
@@ -145,9 +101,9 @@ class Mixture(nn.Module):
     def routed(self, x: Tensor, weights: Tensor) -> Tensor:
         """What the routed experts add, each with its weight."""
         group, here = self.seat.group, EXPERTS // self.seat.ep
-        everyones, theirs = Gather.apply(x, group), self.gather_weights(weights, group)  # type: ignore[no-untyped-call]
+        everyones, theirs = Gather.apply(x, 0, group), self.gather_weights(weights, 0, group)  # type: ignore[no-untyped-call]
         mine = theirs[:, self.seat.index * here :][:, :here]
-        return Return.apply(self.experts(everyones, mine), group)  # type: ignore[no-any-return, no-untyped-call]
+        return ScatterSum.apply(self.experts(everyones, mine), 0, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Model(nn.Module):

@@ -1,4 +1,4 @@
-"""What the corpus' programs share: tiny data, a tiny model, and the four moves of tensor parallelism, in plain torch.
+"""What the corpus' programs share: tiny data, a tiny model, and the moves of tensor parallelism, in plain torch.
 
 Every program runs on any number of ranks and is the one-device program when there is one rank. All is fp64, uneven on
 purpose: sequences have different numbers of labels, so ranks and micro-batches have, too.
@@ -92,85 +92,127 @@ def steps(model: nn.Module, lr: float = 0.1, weight_decay: float = 0.0) -> Itera
         optimizer.zero_grad()
 
 
+def backwards(model: nn.Module, seed: int, lr: float = 0.1) -> Iterator[int]:
+    """`steps` in which each rank computes the loss of the whole batch: backward is done."""
+    for step in steps(model, lr):
+        tokens, labels = batch(seed + step)
+        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+        yield step
+
+
+def my_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(this rank's rows, their labels, how many labels the whole batch has)."""
+    whole = batch(seed)
+    tokens, labels = (my_rows(part, dist.get_rank(), dist.get_world_size()) for part in whole)
+    return tokens, labels, valid(whole[1])
+
+
+def own_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, where ranks count their labels and sum them."""
+    tokens, labels, _ = my_batch(seed)
+    count = valid(labels)
+    dist.all_reduce(count)
+    return tokens, labels, count
+
+
 def all_reduce_gradients(model: nn.Module, group: Any = None) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=group)
 
 
-# -- tensor parallelism: four moves, each with its backward ----------------------------------------------------------
+# -- tensor parallelism: moves, each with its backward ---------------------------------------------------------------
+
+
+def total(x: Tensor, group: Any = None) -> Tensor:
+    """The sum over the ranks of a group."""
+    found = x.contiguous().clone()
+    dist.all_reduce(found, group=group)
+    return found
+
+
+def mine(x: Tensor, dim: int, group: Any = None) -> Tensor:
+    """This rank's part of what all ranks of a group hold."""
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].clone()
+
+
+def gather(x: Tensor, dim: int, group: Any = None) -> Tensor:
+    """The parts of all ranks, without a backward."""
+    pieces = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pieces, x.contiguous(), group=group)
+    return torch.cat(pieces, dim)
 
 
 class Copy(torch.autograd.Function):
     """Forward: nothing. Backward: sum over the group. In front of column-parallel layers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Any = None) -> Tensor:
+        ctx.group = group
         return x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous().clone()
-        dist.all_reduce(gradient)
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return total(gradient, ctx.group), None
 
 
 class Sum(torch.autograd.Function):
     """Forward: sum over the group. Backward: nothing. Behind row-parallel layers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
+    def forward(ctx: Any, x: Tensor, group: Any = None) -> Tensor:
+        return total(x, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
-def gather(x: Tensor, dim: int) -> Tensor:
-    pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, x.contiguous())
-    return torch.cat(pieces, dim)
-
-
-def scatter_sum(x: Tensor, dim: int) -> Tensor:
-    total = x.contiguous().clone()
-    dist.all_reduce(total)
-    return total.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
-
-
-class GatherSequence(torch.autograd.Function):
-    """Forward: all-gather along the sequence (dim 1). Backward: reduce-scatter. Sequence-parallel column layers."""
+class Gather(torch.autograd.Function):
+    """Forward: all-gather along a dimension. Backward: reduce-scatter. Sequence-parallel column layers, rows of all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return gather(x, 1)
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any = None) -> Tensor:
+        ctx.over = dim, group
+        return gather(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return scatter_sum(gradient, 1)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        dim, group = ctx.over
+        return mine(total(gradient, group), dim, group), None, None
 
 
 class ScatterSum(torch.autograd.Function):
-    """Forward: reduce-scatter along the sequence. Backward: all-gather. Sequence-parallel row layers."""
+    """Forward: reduce-scatter along a dimension. Backward: all-gather. Sequence-parallel row layers, experts' rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return scatter_sum(x, 1)
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any = None) -> Tensor:
+        ctx.over = dim, group
+        return mine(total(x, group), dim, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gather(gradient, 1)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gather(gradient, *ctx.over), None, None
 
 
-def cut(whole: nn.Linear, dim: int) -> nn.Linear:
+class Join(torch.autograd.Function):
+    """Forward: all-gather. Backward: what follows is computed alike on all ranks, so this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        return gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return mine(gradient, ctx.dim).contiguous(), None
+
+
+def cut(whole: nn.Linear, dim: int, group: Any = None) -> nn.Linear:
     """This rank's part of a linear layer: of its outputs (dim 0, with bias) or of its inputs (dim 1, without)."""
-    index, of = dist.get_rank(), dist.get_world_size()
-    weight = whole.weight.detach().chunk(of, dim)[index].clone()
+    weight = mine(whole.weight.detach(), dim, group)
     part = nn.Linear(weight.shape[1], weight.shape[0], bias=dim == 0 and whole.bias is not None, dtype=weight.dtype)
     part.weight = nn.Parameter(weight)
     if part.bias is not None:
-        part.bias = nn.Parameter(whole.bias.detach().chunk(of)[index].clone())
+        part.bias = nn.Parameter(mine(whole.bias.detach(), 0, group))
     return part

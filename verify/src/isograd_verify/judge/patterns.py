@@ -12,9 +12,11 @@ from itertools import pairwise
 from isograd_verify import tolerances
 from isograd_verify.record.events import Key, use_of
 
-SCALED, UNREDUCED, OTHER_CUTS, LAST_ONLY, LOST, USE_LOST, REREDUCED, REDIVIDED, PER_TOKEN, CLIPPED, MIXED, RESTARTED = (
+SCALED, UNREDUCED, OTHER_CUTS, LAST_ONLY, LOST, USE_LOST, REREDUCED = (
     "scaled", "unreduced", "other cuts", "last micro-batch only", "micro-batches lost", "a use lost", "reduced again",
-    "divided again", "mean of means", "clipped apart", "mixed", "restarted",
+)  # fmt: skip
+REDIVIDED, PER_TOKEN, CLIPPED, MIXED, RESTARTED, SHARDS = (
+    "divided again", "mean of means", "clipped apart", "mixed", "restarted", "other shards",
 )  # fmt: skip
 
 
@@ -26,6 +28,24 @@ class Symptom:
     value: float = 1.0  # the factor of SCALED, the base of REREDUCED and REDIVIDED
     missing: tuple[int, ...] = ()  # ranks (UNREDUCED, OTHER_CUTS) or micro-batches (LOST) that do not count
     own: int = 0  # the rank whose gradient was read
+
+
+def said(kind: str, value: float, axis: str) -> str:
+    """What is said of a pattern over an axis; '' of one that has no sentence."""
+    return {
+        UNREDUCED: f"not summed over {axis}: each rank holds its own part only",
+        OTHER_CUTS: f"summed over {axis} from parts that are cut differently: what some ranks added is missing, and "
+        "what others added counts twice",
+        LAST_ONLY: "only the last micro-batch counts, earlier ones are lost",
+        LOST: "some micro-batches were never reduced over the ranks",
+        USE_LOST: "only the first use of a module in a backward was reduced over the ranks",
+        REREDUCED: f"earlier micro-batches were reduced again: coefficients rise by {value:g} each",
+        REDIVIDED: f"earlier micro-batches were divided by {value:g} again, later ones were not",
+        CLIPPED: "each rank clips by a norm of its own before the sum",
+        PER_TOKEN: "contributions are weighted by 1 / their own number of labels",
+        SHARDS: f"summed over {axis}, whose members hold other shards of it",
+        MIXED: "contributions count unequally",
+    }.get(kind, "")
 
 
 def read(

@@ -22,8 +22,7 @@ CUT, KEPT, OTHERS = "cut", "kept", "others"  # flows.py tells what each means; t
 
 
 def key(micro: int, use: int = 0) -> int:
-    """The number of a contribution: a parameter that gets a gradient twice in one backward (a module that is used
-    twice under checkpointing) has two, the second with `use` 1."""
+    """The number of a contribution. `use`: 1 for the second gradient of a module that a backward comes to twice."""
     return micro + use * _USES
 
 
@@ -194,8 +193,7 @@ class MeanWeight(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Uncounted(Event):
-    """A backward came to an autograd Function of the program's own that makes one number of many: nothing tells of how
-    many."""
+    """A backward came to a Function of the program's own that makes one number of many: nothing tells of how many."""
 
     kind: ClassVar[str] = "uncounted"
     site: str
@@ -258,13 +256,14 @@ class Changed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Carried(Event):
-    """What a backward begins with was made from a tensor that a module carries from step to step, and that has changed
-    since it was first seen; `carried/NAME` is its sketch."""
+    """What a backward begins with was made, first at `site`, from a tensor that a program carries from step to step and
+    that has changed since it was first seen; `carried/NAME` is its sketch."""
 
     kind: ClassVar[str] = "carried"
     name: str
-    began: str  # its hash when it was first seen
+    began: str  # its hash when it was first seen; '' where that was in a later step
     own: str  # before a wrapper made it that of rank 0
+    site: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +371,16 @@ class Norm(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScaledClip(Event):
+    """A clip by `bound` came before a gradient scaler took its factor from the gradients."""
+
+    kind: ClassVar[str] = "scaled"
+    site: str
+    bound: float
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step(Event):
     """An optimizer step, or (with a note) what stood there when the program ended without one."""
 
@@ -399,14 +408,6 @@ class Skipped(Event):
     """Gradients were thrown away after their norm was looked at: a step left out."""
 
     kind: ClassVar[str] = "skipped"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WholeGradients(Event):
-    """An engine gave whole gradients of these parameters by name."""
-
-    kind: ClassVar[str] = "whole"
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -27,6 +28,8 @@ from isograd_verify.compare.combined import (
     one_model,
     other_terms,
     saw_the_same,
+    turn,
+    turns,
     weights_before,
 )
 from isograd_verify.compare.compare import compare
@@ -138,28 +141,34 @@ class WorldOfOne:
     stall: float
     replay: bool
 
+    @cached_property
+    def turns(self) -> int:
+        """How many steps make one round."""
+        return turns(self.candidate)
+
     def again(self, name: str, queue: list[Fed], natural: bool, means: str = "") -> tuple[Recording, list[Again]]:
-        """(the recording, the backwards that were done again). `natural`: its first step is the program's own. `means`:
-        a file of what modules carry, in place of what they carried."""
-        home = self.candidate.path
-        learn = {
-            of: {name: one.trainable for name, one in self.candidate.ranks[0].of(Step, of)[0].parameters.items()}
-            for of in {step for *_, step in queue}
-        }
+        """(the recording, the backwards that were done again). `natural`: its first round is the program's own.
+        `means`: a file of what modules carry, in place of what they carried."""
+        home, own = self.candidate.path, self.turns if natural else 0
         about = {
             "backwards": queue,
-            "natural": natural,
+            "natural": own,
             "moving": moving(self.candidate),
             "means": means,
-            "learn": learn,
+            "learn": {of: self._learn(of) for of in {step for *_, step in queue}},
+            "turns": self.turns,
         }
         write_json(home / "feed.json", about)
         one = self._start(home / name)
         steps = [e.step for e in one.ranks[0].of(Step) if not e.note]
-        if natural and steps[:1] != [1]:
+        if len(steps) < own:
             raise NoReference("in a world of one no optimizer steps", MORE_STEPS)
-        done = zip(queue, steps[1:] if natural else steps, strict=False)
+        done = zip(queue, steps[own:], strict=False)
         return one, [Again(ranks[0], micro, one.ranks[0], step, of) for (ranks, micro, of), step in done]
+
+    def _learn(self, step: int) -> dict[str, bool]:
+        """By parameter: whether it learns in a step."""
+        return {name: one.trainable for name, one in self.candidate.ranks[0].of(Step, step)[0].parameters.items()}
 
     def _start(self, place: Path) -> Recording:
         place.mkdir()
@@ -226,11 +235,15 @@ def _reference(alone: WorldOfOne) -> tuple[Recording, list[Again]]:
             cannot = error
             break
         again += more
+        n, size = len(again), alone.turns
+        while size > 1 and 0 < n < len(queue) and _round(queue[n], size) == _round(queue[n - 1], size):
+            n -= 1
+        again = again[:n]
         if first is None:
             if piped(candidate) and (sent := next((e for e in one.ranks[0].of(Collective, 1) if e.op == "send"), None)):
                 raise NoReference(f"at {sent.site} a stage of the program sends something to itself", SAME_DATA)
             one_model(one, candidate)
-            first, natural = one, saw_the_same(one, candidate)
+            first, natural = one, alone.turns == 1 and saw_the_same(one, candidate)
             if not natural and not any(step == 1 for *_, step in queue):
                 raise cannot
         if natural:  # what is left of the first step is known already
@@ -255,12 +268,13 @@ def _combined(
             if step == 1 and natural:
                 copy(first.ranks[0], writer)
                 continue
-            if step > 1 and not steady(alone.candidate, step):
+            begin = 1 + (step - 1) % alone.turns
+            if step > 1 and not steady(alone.candidate, step, begin):
                 raise NoReference("coefficients of the loss change from step to step", SAME_DATA)
             if len(of_step) < needed:
                 short = f"{needed} backwards are to be done again, and the program did {len(of_step)} of them"
                 raise NoReference(why or f"{short} in a world of one", MORE_STEPS)
-            factors = combine(alone.candidate, first, of_step, writer, scale, together)
+            factors = combine(alone.candidate, turn(first, begin), of_step, writer, scale, together)
             fed[step] = [(one.rank, one.micro, factor) for one, factor in zip(of_step, factors, strict=True)]
         except NoReference as error:
             if step > 1:
@@ -323,7 +337,7 @@ def _carried(alone: WorldOfOne, again: list[Again], errors: dict[str, float]) ->
     """What each rank makes of its own rows and carries to the next step, where that matters. `errors`: to add to."""
     step, means = local(alone.candidate, again)
     own = next((one for one in again if one.of == step), None)
-    if own is None:
+    if own is None or alone.turns > 1:
         return []
     save_file(means, alone.candidate.path / "means.safetensors")
     try:
@@ -346,7 +360,17 @@ def _queue(candidate: Recording) -> tuple[list[Fed], NoReference]:
         if held:
             save_file(held, candidate.path / WEIGHTS.format(step))
         queue += found
-    return queue, NoReference("" if queue else "no backward was seen", SAME_DATA)
+    size, why = turns(candidate), "" if queue else "no backward was seen"
+    if size > 1 and queue:  # the world of one goes through whole rounds, too, each of them one rank's
+        whole = max(step for *_, step in queue) // size * size
+        queue = sorted((fed for fed in queue if fed[2] <= whole), key=lambda fed: (_round(fed, size), fed[2], fed[1]))
+        why = f"optimizers step in turn, and rounds of {size} steps are compared"
+    return queue, NoReference(why, SAME_DATA)
+
+
+def _round(fed: Fed, size: int) -> tuple[int, list[int]]:
+    """Which round of steps something belongs to, and whose."""
+    return (fed[2] - 1) // size, fed[0]
 
 
 def _backwards(candidate: Recording, step: int) -> list[Fed]:

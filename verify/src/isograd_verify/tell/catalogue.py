@@ -191,6 +191,10 @@ BUGS: dict[str, Bug] = {
         "each rank clips by a norm of its own",
         "the global norm: sum squares over all shards before the root, the same on every rank",
     ),
+    "clip-scaled": Bug(
+        "gradients are clipped before a gradient scaler has taken its factor from them",
+        "the order: scaler.scale(loss).backward(), scaler.unscale_(optimizer), the clip, scaler.step(optimizer)",
+    ),
     "norm-counts-replicas": Bug(
         "replicated parameters enter the global norm once per copy",
         "the sum of squares over the tensor-parallel group: count a replica on one rank only",

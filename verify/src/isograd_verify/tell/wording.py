@@ -137,11 +137,3 @@ def narrowed(of: dict[str, str], origin: str) -> dict[str, str]:
     if not origin or "micro-batches" not in of or len(of) < 2:
         return of
     return {axis: words for axis, words in of.items() if (axis == "micro-batches") == (origin == "micro-batches")}
-
-
-def other_cuts(axis: str) -> str:
-    """What is said of a tensor that was summed from parts that are cut differently."""
-    return (
-        f"summed over {axis} from parts that are cut differently: what some ranks added is missing, and what others "
-        "added counts twice"
-    )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd_verify.record.events import Backward, ForwardInputs, Parameter, Skipped, Step, WholeGradients, micro_of
+from isograd_verify.record.events import Backward, ForwardInputs, Parameter, Skipped, Step, micro_of
 from isograd_verify.record.sketch import digest, dtype_name, sketch
 from isograd_verify.watch import foreign
 from isograd_verify.watch.collectives import WatchMode
@@ -119,8 +119,6 @@ class Capture(Recorder):
                 continue
             self.gradient(name, parameter, gradient)
         self.guarded(self.rewrites.write_early, "changes")()
-        if gradients is not None:
-            self.event(WholeGradients(*self.now, names=tuple(sorted(gradients))))
 
     def before_step(self, owned: list[Tensor], rates: list[float | None]) -> None:
         """An optimizer is about to step these parameters, each with a learning rate. Several that step without a

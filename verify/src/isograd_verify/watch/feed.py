@@ -81,7 +81,14 @@ class Feed:
         self.home = file.parent
         self.queue = [([int(r) for r in ranks], int(micro), int(step)) for ranks, micro, step in about["backwards"]]
         self.learn = {int(step): held for step, held in about["learn"].items()}  # by step: whether a parameter did so
-        self.natural = bool(about["natural"])  # the first step is the program's own
+        self.natural = int(about["natural"])  # so many steps at first are the program's own
+        self.turns = int(about["turns"])  # so many make a round, in which optimizers step one after another
+        if self.turns > 1:  # what steps later in a round may be in the graph before
+            self.stepped, every = (
+                self.learn,
+                {name for held in self.learn.values() for name, yes in held.items() if yes},
+            )
+            self.learn = {step: {name: name in every for name in held} for step, held in self.learn.items()}
         self.fed = self.call = 0  # backwards that are over; calls of the model in this one
         self.cached = False  # calls without a graph were fed in this step: what follows from them stands in variables
         self.withheld: list[tuple[Tensor, Tensor]] = []
@@ -91,7 +98,7 @@ class Feed:
         self.means = load(self.home / about["means"]) if about["means"] else {}  # in place of what it was there
         self.states: Callable[[], dict[str, Tensor]] = dict
         self.loopback = capture.watch.loopback = Loopback(capture.base)
-        capture.beside, capture.steps = True, Steps(len(self.queue) + 2)
+        capture.beside, capture.steps = True, Steps(len(self.queue) + 1 + self.turns)
         capture.hooks.wrap(nn.Module, "__call__", self._called)
         capture.hooks.wrap(torch.autograd, "backward", self._backward)
         capture.hooks.handles.append(register_optimizer_step_pre_hook(self._withhold))
@@ -123,9 +130,9 @@ class Feed:
         self.states = partial(states, module)
         for name, value in self.states().items():
             self.began.setdefault(name, value.detach().clone())
-        if self.natural and self.capture.step == 1:
+        if self.capture.step <= self.natural:
             return
-        self.natural = False
+        self.natural = 0
         if not self.queue:
             self.done(self.capture)
         ranks, micro, step = self.queue[self.fed]
@@ -205,7 +212,11 @@ class Feed:
         c = self.capture
         c.tensors["loss"] = total(roots)
         c.parameters = False
-        owned = list(dict.fromkeys(p for o in c.optimizers for g in o.param_groups for p in g["params"]))
+        owned = list(dict.fromkeys(p for o in c.optimizers for p in foreign.stepped(o)))
+        if self.turns > 1:
+            c.owned.clear()  # of an optimizer that stepped since the last backward, on nothing
+            now = self.stepped[self.queue[self.fed][2]]
+            owned = [p for p in owned if now.get(c.names.get(p, ""))]
         c.before_step(owned, [None] * len(owned))
         c.after_step()
         c.close_step()
@@ -234,7 +245,7 @@ class Feed:
 
     def _take(self, optimizer: Optimizer) -> None:
         self.capture.parameters = False  # after the step nothing is new
-        self.withheld = [(p, p.grad) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        self.withheld = [(p, p.grad) for p in foreign.stepped(optimizer) if p.grad is not None]
         plain = type(optimizer).__module__.startswith("torch.optim")  # others may not look whether there is a gradient
         for parameter, gradient in self.withheld:
             parameter.grad = None if plain else torch.zeros_like(gradient)

@@ -55,14 +55,14 @@ class Flows:
             if t.is_floating_point() or t.is_complex():
                 self.mark(t, cut)
 
-    def carry(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operator was run."""
+    def carry(self, func: Any, args: Any, kwargs: Any, result: Any) -> Marks:
+        """An operator was run; the marks of what it was given."""
         name = func._schema.name.partition("::")[2]
         if name.endswith("_like") or name.startswith("new_"):
-            return  # a shape, and no values
+            return {}  # a shape, and no values
         found = self.of([*strided(args), *strided(list(kwargs.values()))])
         if not found:
-            return
+            return found
         places = zip(func._schema.arguments, args, strict=False)
         written = [v for a, v in places if a.alias_info is not None and a.alias_info.is_write]
         if name == "copy_" and args[1].requires_grad:
@@ -71,6 +71,7 @@ class Flows:
         for t in [*strided(written), *strided(result)]:
             if t.is_floating_point() or t.is_complex():  # a choice among numbers has no gradient to lose
                 self.mark(t, found)
+        return found
 
     def of(self, tensors: Iterable[Tensor]) -> Marks:
         """The marks of some tensors, together."""

@@ -293,6 +293,11 @@ def imagined(values: Any) -> bool:
     return isinstance(values, (list, tuple)) and any(map(imagined, values))
 
 
+def stepped(optimizer: Any) -> list[Tensor]:
+    """The parameters that an optimizer has."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def infers_shapes() -> bool:
     """Whether a schedule of torch's pipelining calls a stage, or the loss, to learn shapes and nothing else."""
     frame = sys._getframe(1)

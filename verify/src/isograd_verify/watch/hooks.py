@@ -1,8 +1,8 @@
 """Where a program is watched: each hook says what it sees, why there, and is taken out again.
 
 Module hooks are torch's global ones, tensor hooks sit on parameters and module outputs, and three functions are
-wrapped: autograd.backward (a micro-batch begins), clip_grad_norm_ (gradients before clip), and the step of engines
-that hold their own gradients (isograd, DeepSpeed), which are asked for them through their public functions.
+wrapped: autograd.backward (a micro-batch begins), clips (clips.py), and the step of engines that hold their own
+gradients (isograd, DeepSpeed), which are asked for them through their public functions.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from isograd_verify.record.events import Average, Draw, Input, Reached
 from isograd_verify.record.sketch import digest
 from isograd_verify.watch import foreign
+from isograd_verify.watch.clips import Clips
 from isograd_verify.watch.collectives import WatchMode
 from isograd_verify.watch.flows import strided
 from isograd_verify.watch.fused import Fused
@@ -72,11 +73,7 @@ class Hooks:
         original, watched = self.fused.wrapper()
         self.wrapped.append((torch.autograd.Function, "apply", original))
         torch.autograd.Function.apply = watched  # type: ignore[method-assign]
-        for home in (torch.nn.utils, torch.nn.utils.clip_grad):
-            self.wrap(home, "clip_grad_norm_", self._clip)
-            self.wrap(home, "clip_grad_value_", self._clip_values)
-        self.wrap(torch.nn.utils, "clip_grads_with_norm_", self._clip_with)
-        self.wrap(foreign.FullyShardedDataParallel, "clip_grad_norm_", self._clip)
+        Clips(self.capture).install(self.wrap)
         averaging = sys.modules.get("torch.optim.swa_utils")
         if averaging is not None:
             self.wrap(averaging.AveragedModel, "update_parameters", self._averaged)
@@ -287,7 +284,7 @@ class Hooks:
 
     def _add_param_group(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
-        self.capture.guarded(self.capture.entrusted)(optimizer, _owned(optimizer))
+        self.capture.guarded(self.capture.entrusted)(optimizer, foreign.stepped(optimizer))
         return result
 
     def _averaged(self, original: Any, averaged: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -301,28 +298,6 @@ class Hooks:
             inner = next(iter(inner.children()))
         hashes = {foreign.plain_name(name): digest(foreign.local(p)) for name, p in inner.named_parameters()}
         self.capture.event(Average(*self.capture.now, hashes=hashes))
-
-    def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        guarded = self.capture.guarded
-        guarded(self.capture.snapshot)()
-        result = original(*args, **kwargs)
-        guarded(self._note_norm, "norms")(result)
-        return result
-
-    def _clip_values(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self.capture.guarded(self.capture.snapshot)()
-        return original(*args, **kwargs)
-
-    def _note_norm(self, norm: Any) -> None:
-        if isinstance(norm, Tensor) and not isinstance(norm, foreign.DTensor):
-            self.capture.norm(float(norm), call_site(self.capture.base))
-
-    def _clip_with(self, original: Any, parameters: Any, max_norm: float, total_norm: Tensor, *a: Any, **k: Any) -> Any:
-        """Clipping by a norm that the program computed itself: it tells the norm."""
-        guarded = self.capture.guarded
-        guarded(self.capture.snapshot)()
-        guarded(self._note_norm, "norms")(total_norm)
-        return original(parameters, max_norm, total_norm, *a, **k)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """An optimizer that is given a closure computes its gradients inside its step, once or several times (LBFGS):
@@ -340,7 +315,7 @@ class Hooks:
             raise RuntimeError("an optimizer steps inside backward, parameter by parameter, which is not understood")
         c.stepping += 1
         if c.stepping == 1 and not self.capture.inside_engine and closure is None:
-            c.before_step(_owned(optimizer), _rates(optimizer))
+            c.before_step(foreign.stepped(optimizer), _rates(optimizer))
 
     def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose first call is watched as forward and backward before the step, and no later one."""
@@ -358,7 +333,7 @@ class Hooks:
             called = True
             stepping, c.stepping = c.stepping, 0
             result = closure()
-            c.guarded(c.before_step)(_owned(optimizer), _rates(optimizer))
+            c.guarded(c.before_step)(foreign.stepped(optimizer), _rates(optimizer))
             c.stepping = stepping if c.active else 0
             return result
 
@@ -439,12 +414,8 @@ class Hooks:
         return result
 
 
-def _owned(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _rates(optimizer: Optimizer) -> list[float | None]:
-    """The learning rate of each parameter that `_owned` lists."""
+    """The learning rate of each parameter that `foreign.stepped` lists."""
     known = [float(g["lr"]) if isinstance(g.get("lr"), float | int | Tensor) else None for g in optimizer.param_groups]
     return [rate for rate, group in zip(known, optimizer.param_groups, strict=True) for _ in group["params"]]
 

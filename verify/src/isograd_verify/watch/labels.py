@@ -60,7 +60,8 @@ class Labels:
     def mean(self, number: Number, gradient: Tensor) -> None:
         """Notes of how many numbers a mean or a sum was taken, and the weight that the gradient of each got."""
         c = self.capture
-        if number.count:
+        penalty = torch.is_grad_enabled() and not c.backing  # torch.autograd.grad with a graph: the loss takes it
+        if number.count and not penalty:
             weight = float(gradient) / (number.count if number.mean else 1.0)
             about = MeanWeight(
                 *c.now, term=number.term, site=number.site, count=number.count, weight=weight,

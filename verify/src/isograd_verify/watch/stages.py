@@ -1,5 +1,7 @@
 """A pipeline's stages, each computed once more by plain autograd before its optimizer steps: what one device makes of
 what a call was given and of what came back to it. Schedules may cut a backward in two, and accumulate by themselves.
+Where nothing was sent or received when the first gradient comes back, there is no pipeline in a step, and nothing is
+kept of it.
 
 compare/chained.py chains the stages of all ranks by the contents that they send one another.
 """
@@ -32,14 +34,15 @@ LIMIT = 1 << 28  # bytes of what the calls of a step were given
 
 @dataclass(eq=False)
 class _Call:
-    """One call: what it was given, with a memory of its own, what it made, and what came back to that."""
+    """One call: what it was given, with a memory of its own, what it made (digest, sketch), and what came back to
+    that."""
 
     module: nn.Module
     given: list[Any]
     states: dict[str, Tensor]  # buffers, and of the random generators
     site: str
     named: dict[str, Tensor] = field(default_factory=dict)  # its parameters
-    made: list[Tensor] = field(default_factory=list)
+    made: list[tuple[str, Tensor]] = field(default_factory=list)
     back: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -48,19 +51,19 @@ class _Call:
 
 
 class StageCalls:
-    """The calls of a step. `why`: they cannot be computed once more."""
+    """The calls of a step. `why`: they cannot be computed once more. `alone`: there is no pipeline."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
         self.calls: list[_Call] = []
-        self.size, self.why = 0, ""
+        self.size, self.why, self.alone = 0, "", False
         again = capture.guarded(self._again, "stages")
         capture.hooks.handles.append(register_optimizer_step_pre_hook(lambda *_: again()))
 
     def called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A module that learns is called from outside any other, with a graph."""
         c, before, begun = self.capture, self.capture.numbers, len(self.calls)
-        if not self.why and not foreign.infers_shapes():
+        if not self.why and not self.alone and not foreign.infers_shapes():
             c.guarded(self._begin, "stages")(module, args, kwargs)
         result = original(module, *args, **kwargs)
         if len(self.calls) > begun:
@@ -77,8 +80,8 @@ class StageCalls:
         own = {id(p) for p in call.module.parameters() if p.requires_grad}
         named = self.capture.learn_names().items()
         call.named = {name: p for name, p in named if isinstance(p, Tensor) and id(p) in own}
-        call.made = [t for t in foreign.tensors_in(result) if t.requires_grad]
-        every = (*call.named.values(), *call.made, *call.inputs)
+        made = [t for t in foreign.tensors_in(result) if t.requires_grad]
+        every = (*call.named.values(), *made, *call.inputs)
         cut = len(call.named) < len(own) or any(isinstance(t, foreign.DTensor) for t in every)
         if communicates or cut or self.size > LIMIT:
             what = (
@@ -86,16 +89,19 @@ class StageCalls:
             )
             self.calls, self.why = [], f"the stage that is called at {call.site} {what}"
             return
-        for number, output in enumerate(call.made):
+        for number, output in enumerate(made):
             arrives = self.capture.guarded(partial(self._arrives, call, number), "stages")
             output.register_hook(unserializable_hook(arrives))
-        call.made = [output.detach().clone() for output in call.made]
+        call.made = [(digest(output), sketch(output)) for output in made]
 
     def _arrives(self, call: _Call, number: int, gradient: Tensor | None) -> None:
         if gradient is None or call not in self.calls:
             return
+        if not self.capture.posted:
+            self.calls, self.alone = [], True
+            return
         if not call.back:
-            given, made = (tuple(map(digest, of)) for of in (call.inputs, call.made))
+            given, made = tuple(map(digest, call.inputs)), tuple(digested for digested, _ in call.made)
             at, names = self.calls.index(call), tuple(call.named)
             told = Staged(*self.capture.now, call=at, site=call.site, given=given, made=made, names=names)
             self.capture.event(told)
@@ -106,7 +112,7 @@ class StageCalls:
         c, calls = self.capture, self.calls
         c.active, now = False, generators()
         try:
-            for number, call in enumerate(calls if c.posted else ()):
+            for number, call in enumerate(calls):
                 if call.back:
                     self._compute(call, number)
         finally:
@@ -114,7 +120,7 @@ class StageCalls:
             c.active = True
         if self.why:
             c.event(Staged(*c.now, call=-1, site="", why=self.why))
-        self.calls, self.size, self.why, c.posted = [], 0, "", False
+        self.calls, self.size, self.why, self.alone, c.posted = [], 0, "", False, False
 
     def _compute(self, call: _Call, number: int) -> None:
         c, module = self.capture, call.module
@@ -128,9 +134,8 @@ class StageCalls:
             made = [t for t in foreign.tensors_in(module(*call.given[0], **call.given[1])) if t.requires_grad]
         for _, buffer, now in buffers:
             buffer.data.copy_(now)
-        if any(
-            float((a - b).norm()) > tolerances.START * float(b.norm()) for a, b in zip(made, call.made, strict=True)
-        ):
+        pairs = [(sketch(one), was) for one, (_, was) in zip(made, call.made, strict=True)]
+        if any(float((one - was).norm()) > tolerances.START * float(was.norm()) for one, was in pairs):
             self.why = f"the stage that is called at {call.site} makes something else when it is computed once more"
         wanted = {f"one/{name}": p for name, p in call.named.items()}
         wanted |= {f"stage/{number}/in/{i}": t for i, t in enumerate(call.inputs) if t.requires_grad}

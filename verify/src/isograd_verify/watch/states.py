@@ -1,10 +1,10 @@
 """Sees what modules carry from step to step enter a loss: a running mean that it subtracts, a size that it divides by.
 
-Buffers and other tensors of a module are looked at when it is called; where one device is to be compared, those in
-variables around the outermost one, too.
-Those that have changed since they were first seen are marked, and followed as results of collectives are (flows.py) to
-what a backward begins with. Not followed are large ones, those with a row for each of the batch (a recurrent state
-belongs to its rows), and what ranks have reduced.
+Buffers and other tensors of a module are looked at when it is called; those in variables around the first call of a
+micro-batch, in lists and attributes of objects, too. Those that have changed since they were first seen are marked, and
+followed as results of collectives are (flows.py) to what a backward begins with. Not followed are large ones, those
+with a row for each of the batch (a recurrent state belongs to its rows), what is filled row by row (a replay buffer),
+and what ranks have reduced.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from isograd_verify.record.sketch import digest, dtype_name, row_sizes, sketch
 from isograd_verify.watch import foreign
 from isograd_verify.watch.flows import Flows, memory, strided
 from isograd_verify.watch.recorder import Recorder
-from isograd_verify.watch.variables import variables
+from isograd_verify.watch.sites import call_site
+from isograd_verify.watch.variables import variables, walk
 
 MOST_ELEMENTS = 1 << 16
+SAMPLES = 64  # of a variable's elements: where most stay as they were, it is filled row by row
 OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_")
 
 
@@ -32,7 +34,11 @@ class States:
         self.capture, self.flows = capture, Flows()
         self.began: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # hashes, as first seen
         self.seen: list[tuple[str, str, str, Tensor]] = []  # of each mark: name, hash at first, own hash, contents
-        self.variables: dict[str, str] = {}  # the same of the program's functions
+        self.used: dict[int, str] = {}  # of a mark: the line that made something of it first
+        self.variables: dict[str, str] = {}  # hashes of the program's variables; '' of one that came in a later step
+        self.samples: dict[str, Tensor] = {}  # some of their elements, as first seen
+        self.places: dict[str, int] = {}  # the program's functions, and when they were first on the stack
+        self.at = (0, 0)  # step and backwards when variables were last looked at
         self.rows: set[int] = set()  # sizes along which the rows of a batch may lie
 
     def called(self, module: nn.Module, args: Any) -> None:
@@ -43,18 +49,38 @@ class States:
         inside = self.capture.modules.get(module, "")
         for key, value in (*module._buffers.items(), *vars(module).items()):
             own = self.capture.buffers.get(f"{inside}.{key}".lstrip("."), "")  # before a wrapper made it rank 0's
-            self._look(f"{name}.{key}", key, value, began, own)
-        # Python keeps what it has told of a function's variables, and so their tensors, until the function ends.
-        for place, values in variables() if self.capture.beside and not self.capture.stack else ():
-            for key, value in values.items():
-                if not any(value is t for t in given):
-                    self._look(key, f"{place}/{key}", value, self.variables)
+            if self._follows(value):
+                self._look(f"{name}.{key}", key, value, began, own)
+        now = self.capture.step, self.capture.backwards
+        if not self.capture.stack and now != self.at:
+            self.at = now
+            self._around(given)
 
-    def _look(self, name: str, key: str, value: Any, began: dict[str, str], own: str = "") -> None:
+    def _around(self, given: list[Tensor]) -> None:
+        """Variables of the functions around the first call of a micro-batch, each tensor once."""
+        seen = {id(t) for t in given}
+        for place, values in variables():
+            late = self.places.setdefault(place, self.capture.step) < self.capture.step
+            for name, value in values.items():
+                for path, one in [(name, value)] if isinstance(value, Tensor) else walk(value, name, 0):
+                    if id(one) not in seen and self._follows(one):
+                        seen.add(id(one))
+                        self._variable(path, f"{place}/{path}", one, late)
+
+    def _variable(self, name: str, key: str, value: Tensor, late: bool) -> None:
+        shaped, sample = f"{key} {tuple(value.shape)}", value.detach().reshape(-1)[:: 1 + value.numel() // SAMPLES]
+        if shaped not in self.variables:
+            self.variables[shaped], self.samples[shaped] = "" if late and value.dim() else digest(value), sample.clone()
+        first = self.samples[shaped]
+        if not self.variables[shaped] or 2 * int((sample != first).sum()) > len(first):
+            self._look(name, key, value, self.variables)
+
+    def _follows(self, value: Any) -> bool:
         if type(value) is not Tensor or value.requires_grad or not value.is_floating_point():
-            return
-        if not 0 < value.numel() <= MOST_ELEMENTS or self.rows & {*value.shape} or foreign.imagined(value):
-            return
+            return False
+        return 0 < value.numel() <= MOST_ELEMENTS and not self.rows & {*value.shape} and not foreign.imagined(value)
+
+    def _look(self, name: str, key: str, value: Tensor, began: dict[str, str], own: str = "") -> None:
         hashed = digest(value)
         first = began.setdefault(f"{key} {tuple(value.shape)}", hashed)  # a table that grows with the rows is no mean
         if hashed != first:
@@ -68,7 +94,8 @@ class States:
             return
         if name in OVERWRITES and args[0].numel() * args[0].element_size() == args[0].untyped_storage().nbytes():
             self.reduced([args[0]])
-        self.flows.carry(func, args, kwargs, result)
+        for number in self.flows.carry(func, args, kwargs, result).keys() - self.used.keys():
+            self.used[number] = call_site(self.capture.base)
 
     def reduced(self, tensors: list[Tensor]) -> None:
         """Tensors hold nothing of one rank's own any more."""
@@ -80,9 +107,11 @@ class States:
         for number in self.flows.of(strided(roots)):
             name, began, own, value = self.seen[number]
             self.capture.tensors[f"carried/{name}"] = sketch(value)
-            self.capture.event(Carried(*self.capture.now, name=name, began=began, own=own))
+            site = self.used.get(number, "")
+            self.capture.event(Carried(*self.capture.now, name=name, began=began, own=own, site=site))
 
     def clear(self) -> None:
         """A step is over."""
         self.flows.clear()
         self.seen.clear()
+        self.used.clear()

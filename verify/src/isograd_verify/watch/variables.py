@@ -6,6 +6,7 @@ several names stand for has the same name in both runs.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import types
@@ -20,6 +21,7 @@ from isograd_verify.watch import foreign
 DEEPEST, LONGEST = 4, 64  # containers within containers, and members of one, that are looked at
 OBJECTS, NO_DATA = 2, (nn.Module, type, types.ModuleType, types.FunctionType)  # attributes of objects, and of which not
 MOST_FRAMES = 64
+UNSEEN = 3  # references to what a frame has told of its variables, where the program holds none
 OURS = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
@@ -44,7 +46,12 @@ def variables() -> Iterator[tuple[str, dict[str, Any]]]:
         if frame is None:
             return
         if not frame.f_code.co_filename.startswith(OURS):
-            yield frame.f_code.co_name, dict(frame.f_locals)
+            held = frame.f_locals
+            yield frame.f_code.co_name, dict(held)
+            # Up to Python 3.12 a frame keeps what it has told of its variables, and so their tensors, until it ends.
+            if type(held) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(held) <= UNSEEN:
+                for name in (*frame.f_code.co_varnames, *frame.f_code.co_cellvars, *frame.f_code.co_freevars):
+                    held.pop(name, None)
         frame = frame.f_back  # type: ignore[assignment]
 
 

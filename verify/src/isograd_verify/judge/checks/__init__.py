@@ -13,7 +13,7 @@ from isograd_verify.errors import VerifyError
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.adjoints import adjoints
 from isograd_verify.judge.checks.again import computed_again
-from isograd_verify.judge.checks.balance import balance_counts
+from isograd_verify.judge.checks.balance import balance_counts, coefficients_unjudged
 from isograd_verify.judge.checks.copies import averages, carried, copies, rates
 from isograd_verify.judge.checks.data import own_data
 from isograd_verify.judge.checks.dead import alive
@@ -22,7 +22,7 @@ from isograd_verify.judge.checks.graphs import graph_cuts, logit_gradients
 from isograd_verify.judge.checks.losses import counted, token_weights, undivided
 from isograd_verify.judge.checks.means import mean_weights
 from isograd_verify.judge.checks.mixed import mixed_groups
-from isograd_verify.judge.checks.norms import norms
+from isograd_verify.judge.checks.norms import norms, scaled_clips
 from isograd_verify.judge.checks.routing import choice_bias, counted_once, same_choice
 from isograd_verify.judge.checks.state import continuity, missing, replicas, steps_together
 from isograd_verify.judge.checks.traffic import (
@@ -44,9 +44,9 @@ Check = Callable[[Analysis], Iterator[Finding]]
 
 CHECKS: tuple[Check, ...] = (
     steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, logit_gradients, continuity,
-    replicas, missing, norms, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws, alive,
-    copies, carried, rates, averages, shared_draws, counted, rewritten, computed_again, summed_inside,
-    row_sums, balance_counts, undivided, adjoints, choice_bias, counted_once, same_choice,
+    replicas, missing, norms, scaled_clips, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws,
+    alive, copies, carried, rates, averages, shared_draws, counted, rewritten, computed_again, summed_inside,
+    row_sums, balance_counts, coefficients_unjudged, undivided, adjoints, choice_bias, counted_once, same_choice,
 )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""Check of the balance loss of experts: it counts as often as the loss of the labels does.
+"""Checks of the terms of a loss: the balance loss of experts counts as often as the loss of the labels does.
 
 A model's config tells its coefficient. The balance loss is a mean over tokens wherever it is computed, so its weights
-over ranks and micro-batches must sum to the coefficient, as the labels' sum to one.
+over ranks and micro-batches must sum to the coefficient, as the labels' sum to one. Without a config a note tells what
+each term is multiplied by.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.terms import step_shares, terms, too_often
 from isograd_verify.record.events import Coefficient, LossTerm
-from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
 from isograd_verify.tell.wording import finding
 
 
@@ -43,6 +44,23 @@ def balance_counts(analysis: Analysis) -> Iterator[Finding]:
         bars = (("labels", 1.0), ("balance loss", factor))
         yield finding(BUG if bug else INCONCLUSIVE, bug, sentence, axis=axis, coefficients=bars)
         return
+
+
+def coefficients_unjudged(analysis: Analysis) -> Iterator[Finding]:
+    """What a term of the loss is multiplied by is right on one device alone; a note where no config tells it."""
+    config = any(record.of(Coefficient) for record in analysis.recording.ranks)
+    if analysis.step != analysis.recording.steps[0] or analysis.world == 1 or config:
+        return
+    events = [event for record in analysis.recording.ranks for event in record.of(LossTerm, analysis.step)]
+    times = {e.site: e.weights[0] / e.weights[e.joined] for e in events if e.joined > 0 and e.weights[e.joined]}
+    known = {site: factor for site, factor in times.items() if site not in analysis.losses and abs(factor) != 1}
+    if known:
+        told = " and ".join(f"{factor:.4g} times the term at {site}" for site, factor in known.items())
+        sentence = (
+            f"step {analysis.step}: the loss has {told}: whether the number of ranks or of micro-batches is a part of "
+            "that is not judged without one device"
+        )
+        yield finding(NOTE, "", sentence, site=next(iter(known)))
 
 
 def _scale(term: LossTerm, coefficient: float, experts: float) -> float:

@@ -85,7 +85,7 @@ def copies(analysis: Analysis) -> Iterator[Finding]:
 
 
 def carried(analysis: Analysis) -> Iterator[Finding]:
-    """What modules carry from step to step is one on all data ranks where a loss is made from it."""
+    """What a program carries from step to step is one on all data ranks where a loss is made from it."""
     ranks, records = analysis.all_ranks, analysis.recording.ranks
     held = [record.group(analysis.step, "carried") for record in records]
     began, own = (
@@ -103,14 +103,17 @@ def carried(analysis: Analysis) -> Iterator[Finding]:
     taken = [] if apart else [name for name in alike if len({of[name] for of in own}) > 1]
     if apart or taken:
         how = "until all get that of one rank" if taken else "or each is to have its own"
+        told = apart or taken
+        first = "began equal" if any(began[0][name] for name in told) else "is made in the first step"
+        site = next((e.site for e in records[0].of(Carried, analysis.step) if e.name in told), "")
         sentence = (
-            f"step {analysis.step}: {listed(apart or taken)} began equal, changes from step to step and differs "
+            f"step {analysis.step}: {listed(told)} {first}, changes from step to step and differs "
             f"between {spell(ranks)}, and the loss is made from it: each rank's is made from its own rows, one "
             f"device's from all rows; {how}"
         )
         names = tuple(n for n in analysis.names if analysis.info(n).gradient)
         axis = axis_over(analysis.recording, ranks)
-        yield finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=names, axis=axis)
+        yield finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=names, axis=axis, site=site)
 
 
 def _data_ranks(analysis: Analysis, ranks: tuple[int, ...]) -> bool:

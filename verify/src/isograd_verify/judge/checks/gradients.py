@@ -19,7 +19,7 @@ from isograd_verify.judge.patterns import Symptom
 from isograd_verify.record.axes import DATA
 from isograd_verify.record.events import REDUCING, Collective, Key, Rewritten
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, group_sizes, labelled, meanings, other_cuts, spell, spread
+from isograd_verify.tell.wording import axis_over, finding, group_sizes, labelled, meanings, spell, spread
 
 
 @dataclass
@@ -297,23 +297,12 @@ def _said(bug: str, kind: str, value: float, axis: str) -> str:
     if bug == "replicas-differ":
         return f"summed over {axis} as copies are, but the copies began with different values"
     if bug == "wrong-group":
-        return f"summed over {axis}, whose members hold other shards of it"
+        kind = patterns.SHARDS
     if bug == "parameters-mixed":
         return "ranks bring gradients of different parameters to one reduction, which adds them up by their places"
     if bug == "outside-wrapper":
         return f"never summed over {axis}: each rank trains a network of its own"
-    return {
-        patterns.UNREDUCED: f"not summed over {axis}: each rank holds its own part only",
-        patterns.OTHER_CUTS: other_cuts(axis),
-        patterns.LAST_ONLY: "only the last micro-batch counts, earlier ones are lost",
-        patterns.LOST: "some micro-batches were never reduced over the ranks",
-        patterns.USE_LOST: "only the first use of a module in a backward was reduced over the ranks",
-        patterns.REREDUCED: f"earlier micro-batches were reduced again: coefficients rise by {value:g} each",
-        patterns.REDIVIDED: f"earlier micro-batches were divided by {value:g} again, later ones were not",
-        patterns.CLIPPED: "each rank clips by a norm of its own before the sum",
-        patterns.PER_TOKEN: "contributions are weighted by 1 / their own number of labels",
-        patterns.MIXED: "contributions count unequally",
-    }[kind]
+    return patterns.said(kind, value, axis)
 
 
 def _per_rank(analysis: Analysis, scales: dict[str, dict[int, float]], apart: list[str]) -> Finding:

@@ -1,4 +1,4 @@
-"""Checks of norm and clip: one norm on all ranks, which counts every element once, and one factor."""
+"""Checks of norm and clip: one norm on all ranks, which counts every element once, one factor, and no scaler's."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from collections.abc import Iterator
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.naming import class_of
-from isograd_verify.record.events import Key, Norm
+from isograd_verify.record.events import Key, Norm, ScaledClip
 from isograd_verify.tell.findings import BUG, Finding, listed
 from isograd_verify.tell.wording import axis_over, finding, spread
 
 
 def norms(analysis: Analysis) -> Iterator[Finding]:
     """All ranks use one norm, it counts every element once, and they clip by one factor."""
-    reported = {}
-    for record in analysis.recording.ranks:
-        values = [e.value for e in record.of(Norm, analysis.step)]
-        if values:
-            reported[record.rank] = values[-1]  # the last one: earlier ones may have led to a step left out
-    bars = tuple((f"rank {r}", v) for r, v in reported.items())
+    told = {r.rank: [e.value for e in r.of(Norm, analysis.step)] for r in analysis.recording.ranks}
+    reported = {rank: values[-1] for rank, values in told.items() if values}  # earlier ones may be of a step left out
+    bars = _bars(reported)
     names = tuple(n for n in analysis.names if analysis.info(n).gradient)
     omitted = _omits_experts(analysis, reported)
     if omitted:
@@ -42,30 +39,37 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
             )
             yield finding(BUG, "replicas-differ", sentence, tensors=unequal, axis=axis, coefficients=bars)
             return
-        sentence = f"step {analysis.step}: the gradient norm differs between ranks: {low:.6g} to {high:.6g}"
-        yield finding(
-            BUG,
-            "clip-per-rank",
-            sentence,
-            tensors=names,
-            axis=axis_over(analysis.recording, _unlike(reported)),
-            coefficients=bars,
-        )
+        yield _per_rank(analysis, f"the gradient norm differs between ranks: {low:.6g} to {high:.6g}", reported, names)
         return
     if reported:
         yield from _norm_is_true(analysis, next(iter(reported.values())), names)
     factors = {r: f for r in range(analysis.world) if (f := _one_factor(analysis, r)) is not None}
     if len(factors) > 1 and spread(factors.values()) > tolerances.FACTOR:
-        bars = tuple((f"rank {r}", f) for r, f in factors.items())
-        sentence = f"step {analysis.step}: ranks clip by different factors: {min(factors.values()):.4g} to {max(factors.values()):.4g}"  # noqa: E501
-        yield finding(
-            BUG,
-            "clip-per-rank",
-            sentence,
-            tensors=names,
-            axis=axis_over(analysis.recording, _unlike(factors)),
-            coefficients=bars,
+        low, high = min(factors.values()), max(factors.values())
+        yield _per_rank(analysis, f"ranks clip by different factors: {low:.4g} to {high:.4g}", factors, names)
+
+
+def _bars(values: dict[int, float]) -> tuple[tuple[str, float], ...]:
+    return tuple((f"rank {rank}", value) for rank, value in values.items())
+
+
+def _per_rank(analysis: Analysis, what: str, values: dict[int, float], names: tuple[str, ...]) -> Finding:
+    axis, sentence = axis_over(analysis.recording, _unlike(values)), f"step {analysis.step}: {what}"
+    return finding(BUG, "clip-per-rank", sentence, tensors=names, axis=axis, coefficients=_bars(values))
+
+
+def scaled_clips(analysis: Analysis) -> Iterator[Finding]:
+    """Gradients are clipped when a gradient scaler has taken its factor from them."""
+    clips = [clip for record in analysis.recording.ranks for clip in record.of(ScaledClip, analysis.step)]
+    if clips:
+        one = clips[0]
+        sentence = (
+            f"step {analysis.step}: gradients are clipped at {one.bound:g} while the gradient scaler's factor "
+            f"{one.scale:g} is still in them: that bounds them at {one.bound / one.scale:.3g}"
         )
+        names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+        bars = (("what the program says", 1.0), ("what it does", 1 / one.scale))
+        yield finding(BUG, "clip-scaled", sentence, tensors=names, coefficients=bars, site=one.site)
 
 
 def clipped_apart(analysis: Analysis, found: dict[Key, float]) -> bool:

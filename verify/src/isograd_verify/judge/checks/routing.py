@@ -20,12 +20,9 @@ def choice_bias(analysis: Analysis) -> Iterator[Finding]:
     """The bias of the choice of experts is the same in all micro-batches of a step."""
     moved: dict[str, set[int]] = defaultdict(set)
     between: set[str] = set()
-    for record in analysis.recording.ranks:
-        for event in record.of(Changed, analysis.step):
-            for name in event.names:
-                if BIAS.search(name):
-                    moved[name].add(event.micro)
-                    between |= {name} if event.during == "between" else set()
+    for _, event, name in _changes(analysis, BIAS):
+        moved[name].add(event.micro)
+        between |= {name} if event.during == "between" else set()
     names = tuple(sorted(name for name, micros in moved.items() if len(micros) > 1 or name in between))
     if names:
         sentence = (
@@ -38,11 +35,8 @@ def choice_bias(analysis: Analysis) -> Iterator[Finding]:
 def counted_once(analysis: Analysis) -> Iterator[Finding]:
     """What a forward counts of experts' tokens is not counted again when backward computes it once more."""
     during: dict[str, dict[str, set[tuple[int, int]]]] = defaultdict(lambda: defaultdict(set))
-    for record in analysis.recording.ranks:
-        for event in record.of(Changed, analysis.step):
-            for name in event.names:
-                if COUNT.search(name):
-                    during[name][event.during].add((record.rank, event.micro))
+    for rank, event, name in _changes(analysis, COUNT):
+        during[name][event.during].add((rank, event.micro))
     names = tuple(sorted(name for name, seen in during.items() if seen["forward"] & seen["backward"]))
     if names:
         sentence = (
@@ -50,6 +44,12 @@ def counted_once(analysis: Analysis) -> Iterator[Finding]:
             "which computes that forward once more: tokens are counted twice"
         )
         yield finding(BUG, "bias-twice", sentence)
+
+
+def _changes(analysis: Analysis, buffers: re.Pattern[str]) -> Iterator[tuple[int, Changed, str]]:
+    for record in analysis.recording.ranks:
+        for event in record.of(Changed, analysis.step):
+            yield from ((record.rank, event, name) for name in event.names if buffers.search(name))
 
 
 def same_choice(analysis: Analysis) -> Iterator[Finding]:

@@ -1,0 +1,130 @@
+"""Sees a program clip: gradients are looked at before, norms are told, and gradient scalers are watched.
+
+A scaler multiplies the loss, and takes its factor from the gradients in `unscale_`, or else in its step. A clip before
+that compares gradients that are many times as large with its bound.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from isograd_verify import tolerances
+from isograd_verify.record.events import ScaledClip
+from isograd_verify.watch import foreign
+from isograd_verify.watch.recorder import Recorder
+from isograd_verify.watch.sites import call_site
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A clip to a norm, or of each element."""
+
+    parameters: list[Tensor]
+    bound: float
+    norm: Any  # None: of each element
+    site: str
+    backwards: int  # before it
+
+    def clipped(self) -> bool:
+        """Whether it changed something: of elements the largest is the bound now."""
+        if self.norm is not None:
+            return self.bound < float(foreign.local(self.norm)) < float("inf")
+        held = [foreign.local(p.grad) for p in self.parameters if p.grad is not None]
+        near = self.bound * (1 - tolerances.ONE_FACTOR)  # in half precision
+        return any(g.numel() and float(g.abs().max()) >= near for g in held)
+
+
+class Clips:
+    """Clips since the last backward, and optimizers whose gradients have lost a scaler's factor."""
+
+    def __init__(self, capture: Recorder) -> None:
+        self.capture = capture
+        self.clips: list[Clip] = []
+        self.unscaled: dict[int, int] = {}  # an optimizer's id -> the backwards before
+
+    def install(self, wrap: Callable[[Any, str, Callable[..., Any]], None]) -> None:
+        """`wrap`: puts a function around another one."""
+        for home in (torch.nn.utils, torch.nn.utils.clip_grad):
+            wrap(home, "clip_grad_norm_", self._to_norm)
+            wrap(home, "clip_grad_value_", self._values)
+        wrap(torch.nn.utils, "clip_grads_with_norm_", self._with_norm)
+        wrap(foreign.FullyShardedDataParallel, "clip_grad_norm_", self._to_norm)
+        sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
+        for scaler in filter(
+            None, (getattr(torch.amp, "GradScaler", None), getattr(sharded, "ShardedGradScaler", None))
+        ):
+            wrap(scaler, "unscale_", self._unscales)
+        if hasattr(torch.amp, "GradScaler"):
+            wrap(torch.amp.GradScaler, "step", self._steps)
+
+    def _to_norm(self, original: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        parameters = _listed(parameters)
+        self.capture.guarded(self.capture.snapshot)()
+        result = original(parameters, max_norm, *args, **kwargs)
+        self.capture.guarded(self._note, "norms")(parameters, max_norm, result)
+        return result
+
+    def _with_norm(self, original: Any, parameters: Any, max_norm: float, total_norm: Tensor, *a: Any, **k: Any) -> Any:
+        """Clipping by a norm that the program computed itself: it tells the norm."""
+        parameters = _listed(parameters)
+        self.capture.guarded(self.capture.snapshot)()
+        self.capture.guarded(self._note, "norms")(parameters, max_norm, total_norm)
+        return original(parameters, max_norm, total_norm, *a, **k)
+
+    def _values(self, original: Any, parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
+        parameters = _listed(parameters)
+        self.capture.guarded(self.capture.snapshot)()
+        self.capture.guarded(self._note, "norms")(parameters, clip_value, None)
+        return original(parameters, clip_value, *args, **kwargs)
+
+    def _note(self, parameters: Any, bound: float, norm: Any) -> None:
+        c, site = self.capture, call_site(self.capture.base)
+        if isinstance(norm, Tensor) and not isinstance(norm, foreign.DTensor):
+            c.norm(float(norm), site)
+        held = [*parameters.parameters()] if isinstance(parameters, nn.Module) else parameters
+        self.clips = [clip for clip in self.clips if clip.backwards == c.backwards]
+        self.clips.append(Clip([held] if isinstance(held, Tensor) else held, float(bound), norm, site, c.backwards))
+
+    def _steps(self, original: Any, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        self.capture.guarded(self._look, "norms")(scaler, optimizer)
+        return original(scaler, optimizer, *args, **kwargs)
+
+    def _unscales(self, original: Any, scaler: Any, optimizer: Optimizer) -> Any:
+        result = self._steps(original, scaler, optimizer)
+        self.capture.guarded(self._look_again, "norms")(optimizer)
+        return result
+
+    def _look_again(self, optimizer: Optimizer) -> None:
+        """Gradients that were looked at with their factor, when those of another optimizer were clipped."""
+        c = self.capture
+        clipped = {id(p) for clip in self.clips if clip.backwards == c.backwards for p in clip.parameters}
+        owned = set(map(id, foreign.stepped(optimizer))) - clipped
+        for name, parameter in c.learn_names().items() if c.snapped else ():
+            if id(parameter) in owned and parameter.grad is not None and f"sum/{name}" in c.tensors:
+                c.gradient(name, parameter, parameter.grad)
+
+    def _look(self, scaler: Any, optimizer: Optimizer) -> None:
+        """A scaler is about to take its factor from the gradients of an optimizer, unless it has done so before."""
+        c = self.capture
+        if not scaler.is_enabled() or self.unscaled.get(id(optimizer)) == c.backwards:
+            return
+        self.unscaled[id(optimizer)] = c.backwards
+        scale = float(scaler.get_scale())
+        owned = set(map(id, foreign.stepped(optimizer)))
+        for clip in self.clips:
+            far = clip.bound < scale * tolerances.SCALED  # else the program has multiplied the one by the other
+            if far and clip.backwards == c.backwards and owned & set(map(id, clip.parameters)) and clip.clipped():
+                c.event(ScaledClip(*c.now, site=clip.site, bound=clip.bound, scale=scale))
+
+
+def _listed(parameters: Any) -> Any:
+    """An iterator can be read once."""
+    given = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor | nn.Module)
+    return list(parameters) if given else parameters
