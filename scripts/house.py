@@ -61,14 +61,14 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_631,
-    "isograd-verify, lines": 18_816,
-    "comm + engine, lines": 9_305,
+    "isograd, lines": 51_660,
+    "isograd-verify, lines": 18_815,
+    "comm + engine, lines": 9_299,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,
-    "reassigned fields of engine, comm, losses": 91,
+    "reassigned fields of engine, comm, losses": 89,
     "public class names defined twice": 0,
     "identifiers that are no names": 0,
 }
