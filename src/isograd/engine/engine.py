@@ -352,19 +352,18 @@ class Engine:
         """Complete every gradient, clip, step the optimizer. All ranks step or none does."""
         if not self._sync:
             raise EngineError("IG511", seen="no_sync is still open", where=self.mesh.describe_rank())
+        step_state = self.step_state
         with abort_group_on_interrupt():
-            totals, total_norm, taken = self._finish_reductions(whole=True)
-            scale = 1.0 / (totals.weight * totals.loss_scale)
-            grad_norm = total_norm * scale if taken is None else taken.grad_norm
-            step_state, skipped = self.step_state, not math.isfinite(grad_norm)
-            nonfinite = None
-            if skipped:
-                nonfinite_ranks = step_state.reducer.not_finite(step_state.final_shards)
-                nonfinite = find_nonfinite(step_state.final_shards, totals.losses, nonfinite_ranks, self.mesh)
+            table = self._gather_step_status(Status.FINE, whole=True)  # all ranks go on, or none
+            unused = self._reduce(table)  # every sum is complete
+            totals, taken = self._read(table, unused, whole=True)
+            grad_norm = totals.norm * totals.scale if taken is None else taken.grad_norm
+            skipped = not math.isfinite(grad_norm)
+            nonfinite = find_nonfinite(step_state, totals.losses) if skipped else None
             factor = min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip is not None else 1.0
             raised = None if taken is None else taken.raised
             if taken is None and not skipped:
-                raised = self._sharded_optimizer.step(step_state, scale * factor, totals.unused)
+                raised = self._sharded_optimizer.step(step_state, totals.scale * factor, unused)
             problem = None if skipped else step_status.optimizer_problem(step_state, raised)
             if self.loss_scale and problem is None:
                 self.loss_scale.update(overflow=skipped)
@@ -405,40 +404,41 @@ class Engine:
     @torch.no_grad()
     def grads(self) -> Gradients:
         """Full gradients of the mean loss by name, before clipping; all ranks call it, and look up the same names."""
-        totals, _, _ = self._finish_reductions()
-        scale = 1.0 / (totals.weight * totals.loss_scale)
-        return Gradients(self.plan, self.step_state, self.mesh, scale)
+        table = self._gather_step_status(Status.FINE)
+        totals, _ = self._read(table, self._reduce(table))
+        return Gradients(self.plan, self.step_state, self.mesh, totals.scale)
 
     @property
     def _device(self) -> torch.device:
         return self.plan.slots[0].parameter.device
 
-    def _finish_reductions(self, whole: bool = False) -> tuple[StepTotals, float, DeviceStep | None]:
-        """Learn what all ranks did in this step, complete every sum: (totals, the norm, the step if the card decides).
-        `whole`: for a step.
-
-        On cards, weights and losses are read behind the reductions, with the norm: the host waits once in a step. What
-        they refuse is refused then, with everything reduced and nothing stepped."""
-        step_state, table = self.step_state, self._gather_step_status(Status.FINE, whole=whole)
-        unsent = bool(table.pending.any())
+    def _reduce(self, table: StepStatus) -> set[str]:
+        """Complete every sum; the names of the parameters that no rank has used."""
+        step_state, unsent = self.step_state, bool(table.pending.any())
         if step_state.state is not State.REDUCED or unsent:  # perhaps only another rank's are unsent
             step_state.finish_reductions(flush=unsent)
         used = step_status.used_anywhere(table, self.plan, self.mesh).tolist()
-        unused = {slot.name for slot, is_used in zip(self.plan.slots, used, strict=True) if not is_used}
-        shards, around = step_state.final_shards, (self.mesh.group("world"), self._device)
+        return {slot.name for slot, is_used in zip(self.plan.slots, used, strict=True) if not is_used}
+
+    def _read(self, table: StepStatus, unused: set[str], whole: bool = False) -> tuple[StepTotals, DeviceStep | None]:
+        """What all ranks' rows come to, and the step if the card has decided it. `whole`: for a step.
+
+        On cards, weights and losses are read here, with the norm: the host waits once in a step. What they refuse is
+        refused here, with everything reduced and nothing stepped."""
+        shards, around = self.step_state.final_shards, (self.mesh.group("world"), self._device)
         squared = [shards[slot] for slot in self._counted if slot in shards and shards[slot].numel()]
         scale, value, taken = self.loss_scale.value if self.loss_scale else 1.0, math.nan, None
         if table.late is not None:
             rows = norm.global_norm_beside(squared, *around, table.late.mine)
             rows, taken = self._device_decision.run(rows, table, unused, scale)
             value, table = math.sqrt(sum(rows[:, 0].tolist())), table.late.complete(rows[:, 1:])
-            with step_status.refusing(step_state, self._drop):
+            with step_status.refusing(self.step_state, self._drop):
                 self._decide(table, Status.FINE, whole)
         elif whole and not self.reproducible:
             value = norm.global_norm(squared, *around)
         if whole and self.reproducible:
             value = norm.reproducible_norm(squared, *around)
-        return step_status.totals(table, step_state.term_weights, unused, self.mesh, scale), value, taken
+        return step_status.totals(table, self.step_state.term_weights, self.mesh, scale, value), taken
 
     @abort_group_on_interrupt()
     def _gather_step_status(

@@ -10,15 +10,13 @@ keeps the sum of all its gradients on the device. Only a skipped step gathers na
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from isograd.comm.consensus import all_gather_object
-from isograd.core.mesh import Mesh
-from isograd.engine.plan import Slot
+from isograd.engine.step import StepState
 
 _NAMES = 64  # that a rank tells the others
 
@@ -47,15 +45,13 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 @torch.no_grad()
-def find_nonfinite(
-    final_shards: Mapping[Slot, Tensor], losses: Tensor, nonfinite_ranks: Iterable[int], mesh: Mesh
-) -> NonFiniteReport:
-    """final_shards: mine. losses: one per rank of the world. nonfinite_ranks: that I saw send what is not finite.
-
-    Reduced gradients are looked at on the ranks that own their rows, before they are cleared.
-    """
+def find_nonfinite(step_state: StepState, losses: Tensor) -> NonFiniteReport:
+    """losses: one per rank of the world. Reduced gradients are looked at on the ranks that own their rows, before they
+    are cleared."""
+    final_shards = step_state.final_shards
     mine = [slot.name for slot, rows in final_shards.items() if not bool(torch.isfinite(rows).all())]
-    told = all_gather_object([sorted(nonfinite_ranks), mine[:_NAMES]], mesh)
+    nonfinite_ranks = step_state.reducer.not_finite(final_shards)
+    told = all_gather_object([sorted(nonfinite_ranks), mine[:_NAMES]], step_state.mesh)
     names = dict.fromkeys(name for _, names in told for name in names)
     ranks = tuple(rank for rank, loss in enumerate(losses.tolist()) if not math.isfinite(loss))
     return NonFiniteReport(ranks, tuple(sorted({rank for seen, _ in told for rank in seen})), tuple(names))

@@ -49,14 +49,19 @@ class Status(IntEnum):
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Equal on all ranks, but for `unused`."""
+    """Equal on all ranks."""
 
     loss: float
     weight: float
-    unused: set[str]  # parameters of this rank that no rank used
     loss_scale: float
+    norm: float  # of the sums of gradients; NaN where nobody asked
     losses: Tensor  # weighted, one per rank
     terms: dict[str, Mean]
+
+    @property
+    def scale(self) -> float:
+        """The one division: what makes gradients of sums those of the mean loss."""
+        return 1.0 / (self.weight * self.loss_scale)
 
 
 @dataclass(frozen=True)
@@ -297,14 +302,14 @@ def _first(groups: Tensor, apart: Tensor) -> list[int]:
     return found[0] if found else []
 
 
-def totals(table: StepStatus, term_weights: TermWeights, unused: set[str], mesh: Mesh, loss_scale: float) -> StepTotals:
+def totals(table: StepStatus, term_weights: TermWeights, mesh: Mesh, loss_scale: float, norm: float) -> StepTotals:
     """What the table of a step that is taken says."""
     if term_weights.expected is None:
         weight, losses, terms = float(of_data(table.weight, mesh).sum()), of_data(table.loss, mesh), {}
     else:
         weight, losses = term_weights.weight, table.loss[with_own_things(mesh)]
         terms = term_weights.means(table.more["terms"][with_own_things(mesh)])
-    return StepTotals(float(tree_sum(list(losses))) / weight, weight, unused, loss_scale, table.loss, terms)
+    return StepTotals(float(tree_sum(list(losses))) / weight, weight, loss_scale, norm, table.loss, terms)
 
 
 def of_data(table: Tensor, mesh: Mesh) -> Tensor:

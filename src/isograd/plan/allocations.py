@@ -38,7 +38,7 @@ _GRADIENTS = (
 _PHASES = {
     "engine/engine.py:accumulate": "forward",
     "engine/engine.py:count": "count",
-    "engine/engine.py:_finish_reductions": "reduction",
+    "engine/engine.py:_reduce": "reduction",
     "engine/zero.py:step": "optimizer",
     "engine/zero.py:_write_back": "gather of parameters",
     "engine/step.py:end": "backward",
