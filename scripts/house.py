@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_660,
+    "isograd, lines": 51_662,
     "isograd-verify, lines": 18_815,
-    "comm + engine, lines": 9_299,
+    "comm + engine, lines": 9_300,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

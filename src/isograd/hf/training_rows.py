@@ -101,7 +101,8 @@ class LibraryFollowing:
         self.given = tokens if self.given is None or self.kept else torch.cat((self.given, tokens), 1)
         with running(self.model, None, None):
             output = self.model(input_ids=self.given, use_cache=True, **self.kept)
-        self.kept = {name: output[name] for name in ("cache", "past_key_values") if output.get(name) is not None}
+        given = [name for name in ("cache", "past_key_values") if output.get(name) is not None]
+        self.kept = {name: output[name] for name in given[:1]}  # newer ones give the cache both names
         return output.logits[:, -1]  # type: ignore[no-any-return]
 
 
