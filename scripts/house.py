@@ -61,7 +61,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_662,
+    "isograd, lines": 51_664,
     "isograd-verify, lines": 18_815,
     "comm + engine, lines": 9_300,
     "arrows between packages": 132,

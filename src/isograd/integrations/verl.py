@@ -71,7 +71,8 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         module: Any = self.model()
         self.module = module.to(self.mesh.device)
         if getattr(self.model_config, "enable_gradient_checkpointing", False):
-            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+            enable = getattr(self.module, "activation_checkpointing_enable", self.module.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})  # its name since transformers 5.24
         if self.engine_config.forward_only:
             return
         options = self.optimizer_config

@@ -55,7 +55,8 @@ def opened(config: Config, mesh: Mesh) -> Any:
     if model.attn_implementation is not None:
         run_or_raise_on_all_ranks(lambda: _set_attention(made, config, mesh), mesh, ModelError, not_loaded)
     if model.recompute:
-        made.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(made, "activation_checkpointing_enable", made.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})  # its name since transformers 5.24
     if model.compile:
         for block in _blocks(made, library):
             block.compile()
