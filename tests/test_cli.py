@@ -21,7 +21,8 @@ def test_explain_draws_a_layout(capsys) -> None:
     assert "data (dp cp)  [0, 2]" in capsys.readouterr().out
 
 
-def test_explain_contracts_says_who_reduces_each_gradient(capsys) -> None:
+def test_explain_contracts_says_who_reduces_each_gradient(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     assert main(["explain", "--contracts", "tiny-qwen3", "dp2 tp4 sp zero1"]) == 0
     lines = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if "│" in line}
     assert "dp+tp: 0-7" in lines["blocks.{0-1}.norm1.weight"]
