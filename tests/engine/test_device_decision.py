@@ -43,7 +43,7 @@ def data_ranks(mesh: Mesh) -> list[int]:
 def host_takes(rows: Tensor, same_inputs: Tensor, layout: str) -> bool:
     """As Engine._decide and Engine.step do."""
     mesh, ranks = Mesh.unbound(layout), len(rows)
-    columns = [torch.zeros(ranks)] * 4
+    columns = [torch.zeros(ranks)] * 5
     table = step_status.StepStatus(rows[:, 1], rows[:, 2], *columns, {}, torch.zeros(ranks, 1, dtype=torch.bool))
     digests = rows[same_inputs, 3]
     try:

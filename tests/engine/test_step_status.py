@@ -17,7 +17,9 @@ from isograd.errors import EngineError
 
 def fine(ranks: int) -> StepStatus:
     ones = torch.ones(ranks, dtype=torch.float64)
-    return StepStatus(ones * 8, ones * 2.5, ones * 0, ones * Status.FINE, ones, ones * 7, {}, ones.bool()[:, None])
+    return StepStatus(
+        ones * 8, ones * 2.5, ones * 0, ones * Status.FINE, ones, ones * 7, ones * 0, {}, ones.bool()[:, None]
+    )
 
 
 def changed(column: str, *values: float) -> StepStatus:

@@ -74,6 +74,7 @@ class StepStatus:
     status: Tensor
     synced_backwards: Tensor
     settings: Tensor  # a digest of what the optimizer's groups are set to
+    behind: Tensor  # 1: discards, and handles no exception
     more: Mapping[str, Tensor]  # [ranks, columns] of what the caller sent under this name
     used: Tensor  # bool [ranks, parameters]; stages of a pipeline have different ones
     late: Late | None = None  # what of this is zeros here, as it lies on cards
@@ -123,9 +124,10 @@ def gather_step_status(
     elif problem is not None and status not in (Status.DISCARDS, *TOGETHER):
         status = Status.FAILED
     table = gather(step_state, status, loss, settings, more)
-    if status is not Status.DISCARDS and bool(table.more["behind"].any()):
+    discard = table.ranks(Status.DISCARDS)
+    if discard and status is not Status.DISCARDS and any(table.behind[discard].tolist()):
         step_state.left_by_others.add(step_state.ended + 1)
-    gave_up = table.ranks(Status.FAILED) + table.ranks(Status.DISCARDS)
+    gave_up = table.ranks(Status.FAILED) + discard
     closes = step_state.mesh.on_cards and step_state.mesh.layers_wait and 0 < len(gave_up) < len(table.status)
     if closes:  # their kernels wait for messages of a layer that these ranks will not send
         drop = partial(
@@ -165,20 +167,21 @@ def gather(
     mesh, sums = step_state.mesh, [step_state.loss_sums.weight, loss]
     if status is Status.FINE:  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
-    known = [float(step_state.pending()), float(status), float(step_state.loss_sums.synced_backwards), float(settings)]
-    more = {**more, "behind": torch.tensor([float(status is Status.DISCARDS and sys.exception() is None)])}
+    behind = status is Status.DISCARDS and sys.exception() is None
+    numbers = [step_state.pending(), status, step_state.loss_sums.synced_backwards, settings, behind]
+    known = torch.tensor(list(map(float, numbers)), dtype=torch.float64)
     used = packed([slot in step_state.used for slot in step_state.plan.slots], step_state.widest)
     heads = [torch.as_tensor(number, dtype=torch.float64).reshape(1) for number in sums]
-    says = [*heads, torch.tensor(known, dtype=torch.float64), used, *(part.double() for part in more.values())]
+    says = [*heads, known, used, *(part.double() for part in more.values())]
     sizes, on_cards = [len(part) for part in says], [part for part in says if part.is_cuda]
     mine = torch.cat([torch.zeros(part.shape, dtype=part.dtype) if part.is_cuda else part for part in says])
     rows = torch.stack(raw.gather_list(mine, step_state.status_group, limit=gives_up(status, mesh)))
 
     def table(late: Late | None) -> StepStatus:
         weights, losses, numbers, used, *columns = rows.split(sizes, dim=1)
-        pending, states, synced_backwards, digests = numbers.T
+        pending, states, synced_backwards, digests, behind = numbers.T
         return StepStatus(
-            weights[:, 0], losses[:, 0], pending, states, synced_backwards, digests,
+            weights[:, 0], losses[:, 0], pending, states, synced_backwards, digests, behind,
             dict(zip(more, columns, strict=True)), unpacked(used, step_state.widest), late,
         )  # fmt: skip
 
