@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_668,
+    "isograd, lines": 51_679,
     "isograd-verify, lines": 18_815,
-    "comm + engine, lines": 9_304,
+    "comm + engine, lines": 9_315,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

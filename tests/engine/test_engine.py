@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -32,6 +33,22 @@ def test_a_foreign_module_trains_as_on_one_device(worlds, ranks: int, zero: int,
     for result in results:
         toys.assert_same_training(result, truth)
         toys.assert_same_bits(result.parameters, results[0].parameters)
+
+
+def said_of_weights() -> list[str]:
+    mesh, model = Mesh("dp2"), nn.Linear(3, 1)
+    engine = Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for weight in (2.0, 1.0, None):
+            engine.backward(model(torch.ones(2, 3)).mean(), **({} if weight is None else {"weight": weight}))
+        engine.discard()
+    return [str(one.message) for one in found]
+
+
+def test_a_loss_without_a_weight_counts_as_one_and_that_is_said(worlds) -> None:
+    first, second = worlds(2).run(said_of_weights)
+    assert len(first) == 1 and "each loss of the step counts as one" in first[0] and not second
 
 
 def every_stage(**options: object) -> list[toys.Outcome]:

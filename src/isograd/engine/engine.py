@@ -164,22 +164,22 @@ class Engine:
         unordered = exchanging and raw.is_nccl(self.mesh.group(DATA))
         return ReduceWhen.BLOCK_DONE if self._units is not None or unordered else ReduceWhen.GRAD_READY
 
-    def backward(self, loss: Tensor | Terms, weight: float | Tensor = 1.0) -> None:
+    def backward(self, loss: Tensor | Terms, weight: float | Tensor | None = None) -> None:
         """Add the gradient of loss * weight to the step. `weight`: how many tokens (rows, ...) it is the mean of.
 
         A loss that is a sum of means of different things is given as `ig.Terms`, whose weights over the whole step are
         announced by `begin`. Without that, the step has this one backward.
         """
         if self.pipeline is not None:  # the model lives on several ranks
-            raise EngineError(
-                "IG521", seen=f"backward under {str(self.mesh.layout)!r}", where=self.mesh.describe_rank()
-            )
+            seen = f"backward under {str(self.mesh.layout)!r}"
+            raise EngineError("IG521", seen=seen, where=self.mesh.describe_rank())
         if isinstance(loss, Terms):
             self.step_state.term_weights.check(loss)  # before the backward begins: nothing is left behind
             self.begin_single_backward(**{name: term.weight for name, term in loss.items()})
             with self.backward_context() as step_state:
                 step_state.backward_terms(loss)
             return
+        weight = validation.weight_of(weight, self.mesh, first=self.step_state.empty)
         validation.check_mean("the loss", loss, weight, self.mesh)  # before the backward begins: nothing is left behind
         with self.backward_context() as step_state:
             step_state.backward_loss(loss, weight)

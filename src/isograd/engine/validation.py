@@ -212,6 +212,17 @@ def check_mean(name: str, value: Any, weight: Any, mesh: Mesh, *, trains: bool =
         raise EngineError("IG513", where=mesh.describe_rank(), name=name)
 
 
+def weight_of(given: float | Tensor | None, mesh: Mesh, first: bool) -> float | Tensor:
+    """Left out, it is 1, which is said once where other losses of the step may be means of more. `first`: of a step."""
+    if given is None and mesh.rank == 0 and not (first and mesh.size(DATA) == 1):
+        warnings.warn(
+            "engine.backward(loss) without a weight: each loss of the step counts as one. That is the gradient of the "
+            "whole batch only if all are means of equally many tokens (rows, ...); else give weight=, how many",
+            stacklevel=3,
+        )
+    return 1.0 if given is None else given
+
+
 def is_weight(weight: object, waits: bool = False) -> bool:
     """`waits`: a number on a GPU is looked at, too; it is found at the step otherwise."""
     if isinstance(weight, Tensor):
