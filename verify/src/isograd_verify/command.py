@@ -262,6 +262,8 @@ def _run(options: argparse.Namespace) -> int:
             left = "not compared with one device: the first run is not whole"
             report.subjects[0].findings.append(Finding(NOTE, "", left))
         verdict = _tell(report, options)
+        if not (one or own or verdict):
+            _say("a factor that all gradients share is not seen without --beside-one")
         if options.record:
             _say(f"recorded in {options.record}")
     if own:
