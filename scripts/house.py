@@ -62,7 +62,7 @@ VERIFIER = {
 
 LIMITS = {
     "isograd, lines": 51_679,
-    "isograd-verify, lines": 18_815,
+    "isograd-verify, lines": 18_817,
     "comm + engine, lines": 9_315,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
