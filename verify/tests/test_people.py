@@ -93,6 +93,14 @@ def test_a_clip_before_a_gradient_scaler_has_taken_its_factor_is_named(watched: 
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize("norm", [False, True])
+def test_stages_that_number_their_layers_alike_are_no_copies(watched: Any, norm: bool) -> None:
+    """Norms that began at ones on both were "not summed over ranks"."""
+    subject = watched(people.stages_by_hand, norm)
+    assert (subject.verdict, said(subject)) == (PASS, []), subject.findings
+
+
+@pytest.mark.medium
 def test_wrong_loops_are_named_with_their_tensors(watched: Any) -> None:
     for program, args, bug, tensors, sentence in (
         (people.late_layer, (), "outside-wrapper", {"extra.weight", "extra.bias"}, "step 1: biases and weights"),

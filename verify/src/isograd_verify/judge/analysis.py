@@ -205,11 +205,10 @@ class Analysis:
             holders = self.holders(name)
             infos = [self.about[r][name] for r in holders]
             began = [self.first[r].get(name, self.about[r][name]) for r in holders]
-            if any(i.box is not None for i in infos) or not all(i.constant for i in began):
-                continue
-            if len({tuple(i.shape) for i in infos}) == 1 and len({i.hash for i in infos}) > 1:
-                module = name.rpartition(".")[0]
-                siblings = [n for n in self.names if n.rpartition(".")[0] == module and n != name]
+            one = len(self.replica_sets(name)) == len({tuple(i.shape) for i in infos}) == 1
+            constant = all(i.constant for i in began) and not any(i.box is not None for i in infos)
+            if one and constant and len({i.hash for i in infos}) > 1:
+                siblings = [n for n in self.names if n.rpartition(".")[0] == name.rpartition(".")[0] and n != name]
                 if any(len(self.replica_sets(n)) > 1 for n in siblings if not self.info(n).constant):
                     found.add(name)
         return found
@@ -220,15 +219,15 @@ class Analysis:
         for rank in self.holders(name):
             info = self.first[rank].get(name, self.about[rank][name])
             same = repr(info.box) if info.box is not None else info.before
-            while self.stages and any({rank, other} in self.stages for other in sets[same]):
+            while any(self.stages.get(frozenset((rank, r))) in {True, not info.constant} for r in sets[same]):
                 same += "'"
             sets[same].append(rank)
         return [tuple(ranks) for ranks in sets.values()]
 
     @cached_property
-    def stages(self) -> list[set[int]]:
-        """Pairs of ranks that began with one seed and hold two stages: one sends to the other before its backward."""
-        pairs, summed = list[set[int]](), list[set[int]]()
+    def stages(self) -> dict[frozenset[int], bool]:
+        """Pairs of ranks that hold two stages, as one sends to the other before its backward: did they begin alike."""
+        pairs, summed = list[set[int]](), list[tuple[int, set[int]]]()
         for record in self.recording.ranks:
             sent, called = list[set[int]](), False
             for event in record.of(Event, self.step):
@@ -236,13 +235,14 @@ class Analysis:
                 if isinstance(event, Backward):
                     pairs += [pair for pair in sent if pair not in pairs]
                 elif isinstance(event, Collective) and event.op in REDUCING:
-                    summed.append(set(event.group))
+                    summed.append((event.numel, set(event.group)))  # one number: a norm
                 elif isinstance(event, Collective) and (event.op, event.phase, called) == ("send", "other", True):
                     sent.append({record.rank, event.peer})
-        alike = [p for p in pairs if len({repr({n: a.before for n, a in self.first[r].items()}) for r in p}) == 1]
         if self.recording.about.get("layout"):  # at ZeRO 3 data ranks of isograd send each other notes
-            alike = [pair for pair in alike if axis_over(self.recording, (*pair,)) == "pp"]
-        return [pair for pair in alike if not any(pair <= ranks for ranks in summed)]
+            pairs = [pair for pair in pairs if axis_over(self.recording, (*pair,)) == "pp"]
+        begins = [repr({n: t.before for n, t in of.items() if not t.constant}) for of in self.first]
+        alike = {frozenset(pair): len({begins[r] for r in pair}) == 1 for pair in pairs}
+        return {p: one for p, one in alike.items() if not any(p <= g and (one or n > 1) for n, g in summed)}
 
     def replicas_of(self, name: str, rank: int) -> set[int]:
         """The ranks that hold the same part of a parameter as this one."""
