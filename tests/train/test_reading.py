@@ -83,6 +83,7 @@ def test_all_mistakes_are_told_at_once_with_line_and_nearest_name(tmp_path: Path
         ("steps: 5", "steps: true", "valid integer"),
         ("  lr: 1e-3", "  lr: 1e-3\n  warmup: 6", "longer than the run's 5 steps"),
         ("  lr: 1e-3", "  lr: 1e-3\n  min_lr: 1.0", "min_lr 1 is above optimizer.lr 0.001"),
+        ("steps:", "accumulate: sharded\nreproducible: true\nsteps:", "take accumulate local"),
         ("  lr: 1e-3", "  lr: 1e-3\n  betas: [0.9]", "optimizer.betas"),
         ("model:\n  preset: tiny-llama", "model: 3", "model"),
     ],

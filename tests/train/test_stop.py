@@ -68,7 +68,7 @@ class Store:
     def check(self, names): return names[0] in self.signs
 
 store = Store()
-heartbeat.raw.clone_store = lambda: store
+heartbeat.clone_store = lambda: store
 dog = watchdog.Watchdog(Path(sys.argv[1]), 0, 2, 2.0)
 other, mine = heartbeat.Heartbeat(1, 2, 3.0), heartbeat.Heartbeat(0, 2, 3.0)
 other.start(["a", "b"])

@@ -143,17 +143,22 @@ class Config(Section):
                 "evaluate.tasks are for a language model without pp; isograd evaluate takes its checkpoints",
                 "evaluate.tasks", "layout", "task",
             )  # fmt: skip
-        if self.task == "grpo" and layout.pp > 1:
-            text = "task grpo asks the model, and the model of a pipeline is not called: leave pp out of the layout"
-            raise _contradiction(text, "layout", "task")
         self._survives(layout)
         low, high, warmup = self.optimizer.min_lr, self.optimizer.lr, self.optimizer.warmup
-        if low > high:
-            text = f"optimizer.min_lr {low:g} is above optimizer.lr {high:g}"
-            raise _contradiction(text, "optimizer.min_lr", "optimizer.lr")
-        if warmup > self.steps:
-            text = f"optimizer.warmup {warmup} is longer than the run's {self.steps} steps"
-            raise _contradiction(text, "optimizer.warmup", "steps")
+        for wrong, text, *fields in (
+            (self.accumulate == "sharded" and (layout.pp > 1 or self.reproducible),
+             "gradients are reduced once in a step under pp and with reproducible: take accumulate local",
+             "accumulate", "layout", "reproducible"),
+            (self.task == "grpo" and layout.pp > 1,
+             "task grpo asks the model, and the model of a pipeline is not called: leave pp out of the layout",
+             "layout", "task"),
+            (low > high, f"optimizer.min_lr {low:g} is above optimizer.lr {high:g}",
+             "optimizer.min_lr", "optimizer.lr"),
+            (warmup > self.steps, f"optimizer.warmup {warmup} is longer than the run's {self.steps} steps",
+             "optimizer.warmup", "steps"),
+        ):  # fmt: skip
+            if wrong:
+                raise _contradiction(text, *fields)
         return self
 
     def _fits_task(self) -> None:
