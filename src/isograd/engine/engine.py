@@ -274,15 +274,14 @@ class Engine:
             return
         for number, micro in enumerate(micros):
             keeps = self._keeps_local and number < len(micros) - 1
+            if number and not self._keeps_local:
+                self.step_state.reducer.begin_pass()  # frees what the micro-batch before has packed
             with self.no_sync() if keeps else nullcontext():
                 result = batches.call(self.model, micro)
-                if not isinstance(result, Terms):
-                    self.backward(*result)
-                    continue
-                if self.step_state.term_weights.expected is None:
+                if isinstance(result, Terms) and self.step_state.term_weights.expected is None:
                     weights = batches.counted_weights(self.model, result, micros[1:], self.mesh.device)
                     self._begin(weights, exact=False)
-                self.backward(result)
+                self.backward(*((result,) if isinstance(result, Terms) else result))
 
     def _refuse_failed(self) -> None:
         """After a failed backward: refuse the step together with the other ranks, which meet this one at theirs."""
@@ -404,7 +403,7 @@ class Engine:
     @torch.no_grad()
     def grads(self) -> Gradients:
         """Full gradients of the mean loss by name, before clipping; all ranks call it, and look up the same names."""
-        table = self._gather_step_status(Status.FINE)
+        table = self._gather_step_status(Status.READS)
         totals, _ = self._read(table, self._reduce(table))
         return Gradients(self.plan, self.step_state, self.mesh, totals.scale)
 

@@ -83,8 +83,10 @@ class Reducer:
         self._pending.append((bucket, reduction, None if len(bucket.slots) == 1 else flat))
 
     def begin_pass(self) -> None:
-        """Before a backward that launches: finish what is older than the last such backward, or its last block. A rank
-        that it comes from may have gone to the step instead, where all refuse it: this one goes on to meet it there."""
+        """Before a backward that launches: finish what has left, so that one backward's packed gradients are there at
+        a time. A rank that it comes from may have gone to the step instead, where all refuse it: this one goes on to
+        meet it there."""
+        self._latest = 0
         self._finish_older(PATIENCE)
 
     def next_block(self) -> None:
