@@ -239,3 +239,26 @@ def inside_then_agreed() -> tuple[list[int], float]:
 def test_a_discard_of_all_ranks_behind_one_in_a_handler_is_no_repetition() -> None:
     for taken, off in threads.run(inside_then_agreed, 2, timeout=20):
         assert taken == [0, 2, 3, 4] and off < 1e-12
+
+
+def looks_or_steps(stage: int) -> list[str]:
+    """Rank 0 looks at gradients, as in `if rank == 0: log(engine.grads())`; then all step, and step again."""
+    mesh, model = Mesh(f"dp2 zero{stage}"), Scored()
+    engine = ig.Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    said = list[str]()
+    for step in range(2):
+        engine.backward(*model(rows(step, mesh.rank)))
+        try:
+            if step == mesh.rank == 0:
+                engine.grads()
+            engine.step()
+            said.append("stepped")
+        except ig.IsogradError as error:
+            said.append(error.code)
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_that_one_rank_looks_at_are_refused_on_all(stage: int) -> None:
+    """It hung, or ended the process where gloo met messages of unequal sizes."""
+    assert threads.run(looks_or_steps, 2, stage, timeout=20) == [["IG555", "stepped"]] * 2

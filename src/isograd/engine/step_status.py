@@ -45,6 +45,7 @@ class Status(IntEnum):
     SAVES = 5  # between two steps: a checkpoint is saved
     EVALUATES = 6  # not at its end: an evaluation ends
     OPENS = 7  # a folder of checkpoints, perhaps to load one
+    READS = 8  # not at its end: its gradients are looked at
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ class StepStatus:
 
     def ranks(self, status: Status) -> list[int]:
         """Those with this status."""
-        found: list[int] = (self.status == status).nonzero().flatten().tolist()
-        return found
+        return [rank for rank, said in enumerate(self.status.tolist()) if said == status]
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class Late:
 
 # All ranks, or none:
 TOGETHER = {Status.SAVES: "save a checkpoint", Status.EVALUATES: "evaluate", Status.OPENS: "open a folder"}
+SAME = {**TOGETHER, Status.READS: "look at gradients"}
 LAYER_S = 5.0  # seconds after which a rank that gives up a step closes its connections, where layers wait for it
 SAME_LOSS = 1e-3  # relative: ranks of a tp group compute one loss from the same numbers; devices of two kinds may round
 BITS = 48
@@ -165,7 +166,7 @@ def gather(
 ) -> StepStatus:
     """A row of every rank: one message of a few numbers and bits, from host to host, on connections of its own."""
     mesh, sums = step_state.mesh, [step_state.loss_sums.weight, loss]
-    if status is Status.FINE:  # on all ranks alike, whatever they were given
+    if status in (Status.FINE, Status.READS):  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
     behind = status is Status.DISCARDS and sys.exception() is None
     numbers = [step_state.pending(), status, step_state.loss_sums.synced_backwards, settings, behind]
@@ -190,7 +191,7 @@ def gather(
         return table(None)
 
     # Where a rank begins, fails or discards, what is on cards decides nothing.
-    return table(Late(torch.cat(on_cards), complete) if on_cards and status is Status.FINE else None)
+    return table(Late(torch.cat(on_cards), complete) if on_cards and status in (Status.FINE, Status.READS) else None)
 
 
 def gives_up(status: Status, mesh: Mesh) -> float | None:
@@ -216,10 +217,10 @@ def refuse_failed(table: StepStatus, step_state: StepState, problem: str | None,
     """All ranks together: when one of them failed or drops the step, all do. `this_rank_discards`: it asked."""
     mesh, ranks, inconsistent = step_state.mesh, len(table.status), table.ranks(Status.INCONSISTENT)
     gave_up = inconsistent + table.ranks(Status.FAILED) + table.ranks(Status.DISCARDS)
-    begins, alike = table.ranks(Status.BEGINS), {status: table.ranks(status) for status in TOGETHER}
+    begins, alike = table.ranks(Status.BEGINS), {status: table.ranks(status) for status in SAME}
     for status, found in alike.items():
         if 0 < len(found) < ranks and not gave_up:
-            raise EngineError("IG555", where=mesh.describe_rank(), does=TOGETHER[status], found=found)
+            raise EngineError("IG555", where=mesh.describe_rank(), does=SAME[status], found=found)
     if any(alike.values()) and not gave_up:
         return
     if len(begins) + len(table.ranks(Status.FINE)) == ranks:
