@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_679,
+    "isograd, lines": 51_685,
     "isograd-verify, lines": 18_817,
-    "comm + engine, lines": 9_315,
+    "comm + engine, lines": 9_316,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
