@@ -8,7 +8,7 @@ import pytest
 
 from isograd.cli.main import main
 from isograd.data import build, builtin_chats
-from isograd.data.chats import conversation
+from isograd.data.chats import Chats, conversation
 from isograd.data.manifest import read
 from isograd.errors import DataError, IsogradError
 from tests.data.toys import content, whole
@@ -57,6 +57,11 @@ ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
 BAD = {
     "an unknown sender": [{"conversations": [{"from": who, "value": "x"}]} for who in ("bing", "observation")],
     "an empty 'output'": [{"instruction": "Add.", "output": " "}],
+    "an empty answer": [
+        {"conversations": [TURNS[0], {"from": "gpt", "value": ""}]},
+        {"messages": [ASKED, {"role": "assistant", "content": " \n"}]},
+        {"messages": [ASKED, ANSWERED, ASKED, {"role": "assistant", "content": ""}]},
+    ],
     "no answer": [{"conversations": TURNS[:1]}],
     "no messages": [{"id": 3}],
     "no JSON": ["{"],
@@ -89,12 +94,20 @@ def test_lines_that_are_left_out_are_counted_by_reason(tmp_path, tokenizer, caps
     assert main(["data", "build", str(tmp_path / "some"), str(mixed), *words, *skip, "--shard-bytes", "300"]) == 2
     assert "IG916" in capsys.readouterr().err
     assert main(["data", "build", str(tmp_path / "some"), str(mixed), *words, *skip]) == 0  # resumes, with a decision
-    told = "left out: 7 lines: 2 an unknown sender, 1 a special token spelled in a message, 1 an empty 'output', "
+    told = "left out: 10 lines: 3 an empty answer, 2 an unknown sender, 1 a special token spelled in a message, "
+    told += "1 an empty 'output', "
     assert told + "1 no JSON, 1 no answer, 1 no messages" in capsys.readouterr().out
     assert read(tmp_path / "some").left_out == {reason: len(some) for reason, some in BAD.items()}
     assert whole(tmp_path / "some") == whole(tmp_path / "good")
     assert main(["data", "show", str(tmp_path / "some"), "--n", "1"]) == 0
     assert told in capsys.readouterr().out
+
+
+def test_an_empty_answer_is_read_where_it_is_not_learned(tokenizer):
+    empty = {"role": "assistant", "content": "", "weight": 0}
+    assert Chats(tokenizer)(json.dumps({"messages": [ASKED, empty, ASKED, ANSWERED]}))[1].sum() == 2  # "3" and its end
+    with pytest.raises(DataError, match=r"IG990.*\n.*message 2: an empty answer"):
+        Chats(tokenizer)(json.dumps({"messages": [ASKED, {**empty, "weight": 1}, ASKED, ANSWERED]}))
 
 
 def test_where_all_lines_are_left_out_the_reasons_are_the_error(tmp_path, tokenizer):

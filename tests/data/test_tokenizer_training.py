@@ -55,3 +55,19 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, capsys, more: list[st
     assert capsys.readouterr().err.startswith(code) and not (tmp_path / "out").exists()
     assert main(["data", "tokenizer", str(tmp_path), text]) == 2
     assert capsys.readouterr().err.startswith("IG916")
+
+
+def test_lines_that_are_no_conversation_are_counted_and_alone_make_no_tokenizer(tmp_path: Path, capsys) -> None:
+    chats, junk = builtin_chats.conversations(tmp_path / "sums.jsonl", "sums"), tmp_path / "junk.jsonl"
+    junk.write_text('this is not json\n{"conversations": 5}\n{"foo": "bar"}\n')
+    told = "left out: 3 lines: 2 no messages, 1 no JSON"
+    words = ["--chat", "--vocabulary", "300"]
+    assert main(["data", "tokenizer", str(tmp_path / "out"), str(junk), *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("IG923") and told in said and not (tmp_path / "out").exists()
+    assert main(["data", "tokenizer", str(tmp_path / "out"), str(junk), str(chats), *words]) == 0
+    assert told in capsys.readouterr().out
+    assert main(["data", "tokenizer", str(tmp_path / "good"), str(chats), *words]) == 0
+    assert "left out" not in capsys.readouterr().out
+    both = [(tmp_path / name / "tokenizer.json").read_bytes() for name in ("out", "good")]
+    assert both[0] == both[1]

@@ -172,11 +172,13 @@ def _show(options: argparse.Namespace) -> int:
 def _tokenizer(options: argparse.Namespace) -> int:
     from isograd.data.tokenizer_training import train_tokenizer
 
-    size = train_tokenizer(
+    size, left_out = train_tokenizer(
         options.out, options.inputs, vocabulary=options.vocabulary, documents=options.documents,
         text_key=options.text_key, chat=options.chat,
     )  # fmt: skip
     print(f"{options.out}: a byte-level BPE tokenizer of {size:,} tokens, with a chat template")
+    if left_out:
+        print(left_out)
     inputs = " ".join(options.inputs) + (" --chat" if options.chat else "")
     print(f"next: isograd data build TOKENS {inputs} --tokenizer {options.out}")
     return 0

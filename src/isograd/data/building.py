@@ -36,7 +36,7 @@ from isograd.data.manifest import (
 from isograd.data.shards import ShardRecord, done
 from isograd.data.texts import LARGEST as LARGEST_DOCUMENT
 from isograd.data.texts import changed, cut, find_inputs
-from isograd.data.tokenizer import find_tokenizer
+from isograd.data.tokenizer import files_beside, find_tokenizer
 from isograd.data.tokens import check_sizes
 from isograd.data.workers import Job, work
 from isograd.errors import DataError
@@ -49,7 +49,7 @@ MOST = 4096  # unless shard_bytes says otherwise; then
 SHARDS = 1 << 16  # at the very most
 RECORD = re.compile(r"building-\d+\.json")
 SHARD_FILE = re.compile(r"(train|validation)-\d+\.(bin|ends|counted)")
-TEMPORARY = re.compile(r"(building|manifest|tokenizer|train|validation).*\.\d+\.tmp")
+TEMPORARY = re.compile(r"(building|manifest|tokenizer|special|added|chat|train|validation).*\.\d+\.tmp")
 
 Progress = Callable[[int, int, int], None]  # bytes done, bytes in all, tokens so far
 
@@ -128,7 +128,8 @@ def build(
                 count.tell()
         manifest = _manifest(recipe, [records[number] for number, _ in jobs])
         if tools.json is not None:
-            write_whole(folder / TOKENIZER, tools.json.encode())
+            for name, content in (files_beside(tokenizer) | {TOKENIZER: tools.json.encode()}).items():
+                write_whole(folder / name, content)
         write_whole(folder / NAME, manifest.encode())
         _clear(folder)
     return manifest

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isograd.data.dropped_content import no_chat, refuse_dropped_content, strings
+from isograd.data.dropped_content import no_chat, parts, refuse_dropped_content, strings
 from isograd.data.manifest import SpecialTokens, Vocabulary
 from isograd.data.tokenizer import Ids, Tokenizer, load_json, of_bytes, of_json, special_pattern
 from isograd.errors import ChatError, DataError, did_you_mean
@@ -181,6 +181,8 @@ class Chats:
             spans = [span for span, weight in zip(spans, weights, strict=True) if weight]
         if not any(end > start for start, end in spans):
             raise ChatError("IG992", seen="the template marks nothing of this conversation as generated")
+        if empty := [number for number in learned if not any(parts(messages[number], True))]:
+            raise no_chat(f"message {empty[0] + 1}: an empty answer", "an empty answer")
         return text, [(start, end) for start, end in spans if end > start]
 
     def _span(self, text: str, messages: list[Any], tools: Any, number: int) -> Span:

@@ -34,7 +34,7 @@ def refuse_dropped_content(
         content, one = message.get("content"), f"message {number + 1}"
         if isinstance(content, list) and content and str(content) in text:
             raise no_chat(f"{one}: the template writes its parts as Python's {str(content)[:60]!r}", LOST)
-        for name, words, rest in _parts(message, number in learned):
+        for name, words, rest in parts(message, number in learned):
             if all(word not in template and text.count(word) >= said.count(word) for word in words):
                 continue
             if same_with(number, [rest]):
@@ -45,7 +45,7 @@ def refuse_dropped_content(
         raise no_chat("the template does not write the conversation's tools", LOST)
 
 
-def _parts(message: Any, learned: bool) -> Iterator[tuple[str, list[str], Any]]:
+def parts(message: Any, learned: bool) -> Iterator[tuple[str, list[str], Any]]:
     """(name, words, the message without it) of each part of a message that a template should write."""
     for key in ("tool_calls", *(REASONING if learned else ())):
         if value := message.get(key):

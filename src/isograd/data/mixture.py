@@ -18,6 +18,7 @@ between layouts, and nothing is tokenised here.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
@@ -26,10 +27,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from isograd.data.manifest import TokenShard, read
+from isograd.data.manifest import TOKENIZER, TokenShard, read
 from isograd.data.order import Blend, shuffled
 from isograd.data.packs import Packs
-from isograd.data.tokenizer import load_tokenizer
+from isograd.data.tokenizer import load_tokenizer, same_ids
 from isograd.data.tokens import Numbers, Tokens
 from isograd.errors import DataError
 
@@ -260,3 +261,16 @@ def read_tokenizer(data: Sourced) -> Callable[[Sequence[int]], str]:
     """What turns tokens back into text: the tokenizer kept with the first source, which is that of all."""
     first = Path(data.sources[0].path)
     return load_tokenizer(first, read(first).recipe.vocabulary).decode
+
+
+def refuse_other_tokenizer(data: Sourced, model: Path, fix: str | None) -> None:
+    """Raise IG908 if tokens, not those of bytes, are of another tokenizer than a model's folder has."""
+    first = Path(data.sources[0].path)
+    recipe = read(first).recipe
+    if recipe.vocabulary.sha256 is None or not (model / TOKENIZER).is_file() or same_ids([first, model]):
+        return
+    more = ["--chat"] if recipe.template else ["--documents", recipe.documents, "--text-key", recipe.text_key]
+    inputs = [shlex.quote(one.path) for one in recipe.inputs] if len(recipe.inputs) < 9 else ["INPUT..."]
+    typed = ["isograd data build", f"{first}-{model.name}", *inputs, "--tokenizer", str(model), *more]
+    ours = f"{first}: {recipe.vocabulary.name}, {recipe.vocabulary.size} tokens"
+    raise DataError("IG908", seen=f"{ours}; {model / TOKENIZER}: other ids", fix=fix or " ".join(typed))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from isograd.data.manifest import TOKENIZER, SpecialTokens, Vocabulary
 from isograd.errors import DataError
-from isograd.io.untrusted import FileError, read_json, read_text
+from isograd.io.untrusted import read_bytes, read_json, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Loaded
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 BYTES_END = 256
 LARGEST = 256 << 20  # bytes of a tokenizer.json
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 CONFIGURED = 16 << 20  # bytes of a tokenizer_config.json
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")  # asked in this order
 
@@ -142,6 +143,25 @@ def load_json(text: str, path: Path) -> Loaded:
     return loaded
 
 
+def files_beside(name: str) -> dict[str, bytes]:
+    """The files of config and chat template beside a tokenizer.json, by name. name: as of `find_tokenizer`."""
+    folder = Path(name) if Path(name).is_dir() else Path(name).parent
+    with _tokenizer_errors(folder):
+        there = [folder / file for file in BESIDE if (folder / file).is_file()]
+        return {path.name: read_bytes(path, CONFIGURED, follow=True) for path in there}
+
+
+def same_ids(folders: Sequence[Path]) -> bool:
+    """Whether the tokenizer.json of two folders give words the same ids, but for tokens that one of them has added."""
+    texts = [_text(folder / TOKENIZER) for folder in folders]
+    if texts[0] == texts[1]:
+        return True
+    loaded = [load_json(text, folder / TOKENIZER) for text, folder in zip(texts, folders, strict=True)]
+    one, other = (found.get_vocab(with_added_tokens=True) for found in loaded)
+    added = {token.content for found in loaded for token in found.get_added_tokens_decoder().values()}
+    return all(word in added and not (word in one and word in other) for word, _ in one.items() ^ other.items())
+
+
 def end_of_text(folder: Path) -> int | None:
     """The token that a folder's tokenizer_config.json says texts end with, if both files can be read."""
     path = folder / "tokenizer.json"
@@ -154,31 +174,25 @@ def end_of_text(folder: Path) -> int | None:
 
 @contextmanager
 def _tokenizer_errors(path: Path) -> Iterator[None]:
-    """The tokenizers package raises plain Exceptions, and panics of Rust, which are no Exceptions."""
+    """Of files, and of the tokenizers package: plain Exceptions, and panics of Rust, which are no Exceptions."""
     try:
         yield
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise DataError("IG914", seen=str(error)[:500], path=path) from error
+            raise DataError("IG914", seen=getattr(error, "brief", str(error)[:500]), path=path) from error
         raise
 
 
 def _text(path: Path) -> str:
-    try:
+    with _tokenizer_errors(path):
         return read_text(path, LARGEST, follow=True)
-    except FileError as error:
-        raise DataError("IG914", seen=error.brief, path=path) from error
 
 
 def _configured(path: Path) -> list[str]:
     """The end that a tokenizer_config.json beside it names, if there is one."""
     beside = path.parent / "tokenizer_config.json"
-    if not beside.exists():
-        return []
-    try:
-        found = read_json(beside, CONFIGURED, nan=True, follow=True)
-    except FileError as error:
-        raise DataError("IG914", seen=error.brief, path=beside) from error
+    with _tokenizer_errors(beside):
+        found = read_json(beside, CONFIGURED, nan=True, follow=True) if beside.exists() else None
     named = found.get("eos_token") if isinstance(found, dict) else None
     named = named.get("content") if isinstance(named, dict) else named
     return [named] if isinstance(named, str) else []

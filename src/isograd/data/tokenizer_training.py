@@ -8,14 +8,16 @@ without. Text is split before merges as by GPT-2, no token spans two words.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from isograd.data import builtin_chats
 from isograd.data.building import SHARD
 from isograd.data.chats import conversation
-from isograd.data.manifest import Documents, Recipe
+from isograd.data.manifest import Documents, Recipe, left_out_text
 from isograd.data.texts import cut, find_inputs, read
 from isograd.data.tokenizer import find_tokenizer
 from isograd.errors import ChatError, DataError
@@ -31,9 +33,9 @@ def train_tokenizer(
     documents: Documents = "file",
     text_key: str = "text",
     chat: bool = False,
-) -> int:
-    """Writes a new folder; the size of the vocabulary, which is smaller than asked for where the text has no more
-    merges. The same inputs give the same tokenizer. Conversations that cannot be read are passed over."""
+) -> tuple[int, str]:
+    """Writes a new folder; (the size of the vocabulary, which is smaller than asked for where the text has no more
+    merges; the lines that are no conversation and were passed over, in words). The same inputs give the same one."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
@@ -55,21 +57,23 @@ def train_tokenizer(
         vocab_size=vocabulary, special_tokens=SPECIAL, show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    made.train_from_iterator(_texts(recipe, chat), trainer)
+    left_out = Counter[str]()
+    texts = _texts(recipe, chat, left_out)
+    if (first := next(texts, None)) is None:
+        raise DataError("IG923", seen=left_out_text(left_out) or "no text")
+    made.train_from_iterator(chain([first], texts), trainer)
     builtin_chats.save_tokenizer(folder, made.to_str(pretty=True), builtin_chats.END)
-    return int(made.get_vocab_size())
+    return int(made.get_vocab_size()), left_out_text(left_out)
 
 
-def _texts(recipe: Recipe, chat: bool) -> Iterator[str]:
+def _texts(recipe: Recipe, chat: bool, left_out: Counter[str]) -> Iterator[str]:
+    """Those with something in them. left_out: counts the lines that are no conversation, by reason."""
     for part in (part for shard in cut(recipe) for part in shard):
         for text in read(recipe, part):
-            if not chat:
-                yield text
-                continue
             try:
-                messages, _ = conversation(text)
-            except ChatError:
+                contents = [one.get("content") for one in conversation(text)[0]] if chat else [text]
+            except ChatError as error:
+                left_out[str(error.reason)] += 1
                 continue
-            for message in messages:
-                content = message.get("content", "")
+            for content in filter(None, contents):
                 yield content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)

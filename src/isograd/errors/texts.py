@@ -228,8 +228,8 @@ IG904: {path} could not be read
 IG907: weights whose blend repeats only after {period} samples
   expected: at most {longest}
   fix:      round them, for example to {rounded}
-IG908: sources that were made by different tokenizers
-  expected: one tokenizer for all sources of a mixture
+IG908: tokens of different tokenizers
+  expected: one tokenizer for all sources of a mixture, the one whose ids the model's weights have learned
   fix:      build them with the same --tokenizer
 IG909: more files than one folder's manifest can list
   expected: at most {shards} shards, and names of inputs of {largest} bytes together
@@ -373,7 +373,7 @@ IG990: no conversation to learn from
   fix:      fix or remove the line; isograd data build --chat --on-bad-lines skip leaves such lines out and counts them
 IG991: {folder} has no tokenizer with a chat template
   expected: a folder with tokenizer.json, tokenizer_config.json and a chat template
-  fix:      name it: --data.tokenizer FOLDER (isograd data build: --tokenizer FOLDER)
+  fix:      name it: --tokenizer FOLDER (isograd train: --data.tokenizer FOLDER)
 IG992: it is not certain which tokens the assistant writes
   expected: a template whose text of an answer can be told from the text before and behind it
   fix:      add {{% generation %}} and {{% endgeneration %}} around the assistant's words in the chat template

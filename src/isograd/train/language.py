@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from isograd.core import rng
 from isograd.core.mesh import Mesh
 from isograd.data import Mixture, read_tokenizer
+from isograd.data.mixture import refuse_other_tokenizer
 from isograd.data.preferences import Preferences
 from isograd.engine.evaluation import merge
 from isograd.errors import ConfigError
@@ -53,13 +55,19 @@ def model_config(config: Config) -> TransformerConfig:
     return TransformerConfig.from_dict({**base, **model.options, **score}, "model")
 
 
-def refuse_vocabulary(data: Mixture | Preferences, vocab: int) -> None:
-    """Token ids that the model's embedding does not have are an error, in the parent process and on every rank."""
+def refuse_vocabulary(data: Mixture | Preferences, config: Config) -> None:
+    """Token ids that the model does not have, or has for other words, are an error, in the parent and on every rank."""
+    path = config.model.path if config.model.weights else None
+    if path is not None:
+        own = Path(data.sources[0].path).is_relative_to(config.folder / "data")
+        refuse_other_tokenizer(data, Path(path), f"--data.tokenizer {path}, in a new --run" if own else None)
+    vocab = vocabulary(config)
     if data.vocab > vocab:
+        larger = f"--model.options.vocab {data.vocab}, or " if path is None and not config.by_transformers else ""
         raise ConfigError(
             "IG635", "the data has more token ids than the model", seen=f"{data.vocab} ids in the data",
             expected=f"at most model vocab {vocab}",
-            fix=f"--model.options.vocab {data.vocab}, or data built with the model's tokenizer",
+            fix=f"{larger}data built with the model's tokenizer (isograd data build --tokenizer)",
         )  # fmt: skip
 
 
@@ -121,13 +129,13 @@ class LanguageTask:
         data = texts.mixture(config, "train")
         assert data is not None
         self.data, self.held_out = data, texts.mixture(config, "validation")
-        notice = [said for said in (data.left_out, data.as_text) if said]
+        notice = [said for said in (data.left_out, data.as_text, texts.ignored_share(config)) if said]
         if self.held_out is None and texts.wants_evaluation(config):
             more = "--data.held_out" if config.task == "chat" else "--validation"
             notice.append("no evaluation, and no held-out loss: no document of the data was assigned to validation; "
                          f"build it with a larger {more}, or from more documents")  # fmt: skip
         self.decode = read_tokenizer(data) if config.log.sample else None  # its package may be missing: said here
-        refuse_vocabulary(data, vocabulary(config))
+        refuse_vocabulary(data, config)
         self.starts_from = ""
         self.fingerprint, self.flops = self.data.fingerprint, flops_of_run(config, self.length)
         make: Callable[..., Transformer] = Transformer

@@ -44,7 +44,6 @@ from isograd.train.language import (
     refuse_vocabulary,
     sample_text,
     use_switches,
-    vocabulary,
 )
 from isograd.train.preference_model import PreferenceTransformer
 from isograd.train.task import Evaluated, ProgressCallback, engine_of, of_first_rank, rows_of
@@ -81,7 +80,7 @@ class PreferenceTask:
             notice.append(f"no evaluation: no {self.data.unit} is held out (data.held_out)")
         self.per_step = config.batch
         self.decode = read_tokenizer(self.data) if config.log.sample else None
-        refuse_vocabulary(self.data, vocabulary(config))
+        refuse_vocabulary(self.data, config)
         self.fingerprint, self.starts_from = self.data.fingerprint, ""
         self.flops = 2 * self.data.mean_length * flops_of_run(config, round(self.data.mean_length))
         self.model, weights = build_model(config, mesh, partial(PreferenceTransformer, options=options))

@@ -114,7 +114,7 @@ def refuse_data(config: Config) -> None:
     """Raise what the ranks would raise later: token shards that are missing, or have ids that the model lacks."""
     if config.data is None or not texts.is_ready(config):
         return  # the rest is built when the run starts
-    language.refuse_vocabulary(texts.trained(config), language.vocabulary(config))
+    language.refuse_vocabulary(texts.trained(config), config)
 
 
 def refuse_early(config: Config, resume: str) -> None:

@@ -106,6 +106,17 @@ def wants_evaluation(config: Config) -> bool:
     return any(manifest.read(folder).recipe.validation > 0 for folder in folders)
 
 
+def ignored_share(config: Config) -> str:
+    """That data.held_out does not count for folders that were built before, in words; empty: it does, or is not set."""
+    data = config.data
+    assert data is not None
+    shares = {to: manifest.read(to).recipe.validation for to in (place(config, *s) for s in enumerate(data.sources))}
+    unlike = [f"{to} with --validation {share:g}" for to, share in shares.items() if share != data.held_out]
+    if data.held_out == type(data).model_fields["held_out"].default or not unlike:
+        return ""
+    return f"data.held_out {data.held_out:g} does not count: isograd data build made {', '.join(unlike)}"
+
+
 def trained(config: Config) -> Mixture | Preferences:
     """What a run trains on."""
     if config.pads_rows:
