@@ -2,6 +2,7 @@
 
 isograd plan llama-70b.yaml --gpus 1024 --machine h100
 isograd plan llama-70b.yaml --gpus 512 --layout "dp16 tp8 sp pp4 vpp4 zero1" --failures-per-rank-hour 2e-5
+isograd plan run.yaml --gpus 8 --data.length 4096 --model.dtype bf16    any field of the config
 isograd machine                     the machines that are known
 isograd machine measure here.yaml   this computer, for --machine here.yaml
 
@@ -13,12 +14,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import shlex
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isograd.cli.subcommands import CommandParser, number
+from isograd.cli.subcommands import CommandParser, load_config, number, parse_fields
 from isograd.core.layout import Layout
 from isograd.errors import ConfigError, IsogradError, PlanError
 from isograd.io import plots, terminal
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 MOST_DEVICES = 1 << 20  # beyond any run
 MOST_LAYERS = 4096  # of which a search cuts stages, and a rehearsal runs all
 DRAWN = 200_000  # passes of a picture
+CHOSEN = ("layout", "micro_batches", "accumulate", "model.recompute")  # fields of which a search tries all values
 
 
 def plan(words: list[str]) -> int:
@@ -43,6 +46,7 @@ def plan(words: list[str]) -> int:
         prog="isograd plan",
         description="Search the layouts of a config on many devices: memory and time of the best, why others fell out, "
         "and the command that runs the best one. With --layout: the time of that one, and where it goes.",
+        epilog="Any field of the config can be set here, as for 'isograd train': --data.length 4096 model.dtype=bf16",
     )  # fmt: skip
     parser.add_argument("config", help="a config of 'isograd train'")
     parser.add_argument(
@@ -56,9 +60,9 @@ def plan(words: list[str]) -> int:
     parser.add_argument("--batch", type=number(1, 1 << 40), metavar="N", help="sequences of a step, not the config's")
     parser.add_argument("--top", type=number(1, 1000), default=10, metavar="N", help="layouts to show (default 10)")
     parser.add_argument(
-        "--picture", metavar="FILE", help="draw the first layout's step, stage by stage (.svg, .png or .pdf)"
+        "--picture", metavar="FILE", help="draw the step of the layout to run, stage by stage (.svg, .png or .pdf)"
     )
-    parser.add_argument("--write", metavar="FILE", help="write the config with the best layout to a new file")
+    parser.add_argument("--write", metavar="FILE", help="write the config with the layout to run to a new file")
     group = parser.add_argument_group("checkpoints of a long run")
     group.add_argument(
         "--failures-per-rank-hour", type=float, metavar="X",
@@ -66,20 +70,22 @@ def plan(words: list[str]) -> int:
     )  # fmt: skip
     group.add_argument("--save-seconds", type=float, default=30.0, metavar="S", help="of one checkpoint (default 30)")
     group.add_argument("--restart-seconds", type=float, default=600.0, metavar="S", help="of a restart (default 600)")
-    options = parser.parse_args(words)
+    options, dotted = parse_fields(parser, words)
     if sys.stderr.isatty():  # before torch is imported, which takes seconds
         print(f"planning {options.config} ...", file=sys.stderr, flush=True)
     from isograd.plan import machine as machines
     from isograd.plan.costs import left_out
 
-    config, work, count = _read(options)
+    config, work, count = _read(options, dotted, parser)
     device = machines.load(options.machine).shared(count)
     began = time.monotonic()
-    found = _one(work, options.layout, device) if options.layout else _search(work, count, device, options.top)
+    found = _one(work, options.layout, device) if options.layout else _search(work, count, device)
+    shown, (chosen, which) = found.best[: options.top], recommended(found.best, device)
     wide = terminal.width(140)
     print(heading(work, count, device))
-    print(table(found.best))
-    if crowded := tight(found.best, device):
+    print(table(shown))
+    print(terminal.fold(f"90 of 100: the interval in which the step of 90 of 100 runs should be; {rate(chosen)}", wide))
+    if crowded := tight(shown, device):
         print(terminal.fold(crowded, wide))
     if missing := left_out(work):
         print(terminal.fold(f"at the least: nothing is counted for {', '.join(missing)}", wide))
@@ -88,14 +94,14 @@ def plan(words: list[str]) -> int:
         print(terminal.fold(why(found), wide))
         print(f"searched in {time.monotonic() - began:.1f} s")
     fits = found.fitting > 0
-    run = f"to run {'it' if options.layout else 'the first'}:\n  {command(options.config, found.best[0])}"
-    print("\n" + (run if fits else terminal.fold(does_not_fit(found.best[0], device), wide)))
+    run = f"to run {'it' if options.layout else which}:\n  {command(options.config, chosen, dotted)}"
+    print("\n" + (run if fits else terminal.fold(does_not_fit(chosen, device), wide)))
     if options.picture:
-        _draw(options.picture, found.best[0], device)
+        _draw(options.picture, chosen, device)
     if options.write and fits:
-        _write(options.write, config, found.best[0])
+        _write(options.write, config, chosen)
     if options.failures_per_rank_hour is not None:
-        print("\n" + terminal.fold(long_run(options, count, found.best[0]), wide))
+        print("\n" + terminal.fold(long_run(options, count, chosen), wide))
     return 0 if fits else 1
 
 
@@ -129,16 +135,23 @@ def machine(words: list[str]) -> int:
     return 0
 
 
-def _read(options: argparse.Namespace) -> tuple[Config, Work, int]:
-    from isograd.train.reading import fetched, load
+def _read(options: argparse.Namespace, dotted: list[str], parser: CommandParser) -> tuple[Config, Work, int]:
+    from isograd.train.reading import fetched
     from isograd.train.resources import work_of
 
-    config = fetched(load(options.config).config, weights=False)
-    if config.data is None:
-        raise PlanError("IG275", "pairs cannot be planned", seen="`pairs` in the config", expected="`data`")
     if options.layout is not None and not options.layout.strip():
         raise ConfigError("IG600", "--layout is empty", seen=repr(options.layout), fix="leave it out to search")
-    layout = Layout.parse(options.layout) if options.layout else Layout.parse(config.layout)
+    if not options.layout and (named := [name for name in _fields(dotted) if name in CHOSEN]):
+        raise ConfigError(
+            "IG600", f"a search chooses {' and '.join(named)}", seen=" ".join(dotted),
+            fix="leave them out; with --layout, one layout is predicted with them",
+        )  # fmt: skip
+    if options.layout:  # the file's own is not run, nor its batch
+        dotted = [*dotted, f"--layout={options.layout}", *([f"--batch={options.batch}"] if options.batch else [])]
+    config = fetched(load_config(options.config, dotted, parser).config, weights=False)
+    if config.data is None:
+        raise PlanError("IG275", "pairs cannot be planned", seen="`pairs` in the config", expected="`data`")
+    layout = Layout.parse(config.layout)
     count = options.gpus if options.gpus is not None else layout.world_size
     if options.layout and options.gpus not in (None, layout.world_size):
         raise PlanError(
@@ -159,10 +172,18 @@ def _read(options: argparse.Namespace) -> tuple[Config, Work, int]:
     return config, dataclasses.replace(work, batch=options.batch or work.batch), count
 
 
-def _search(work: Work, count: int, device: Machine, top: int) -> SearchResult:
-    from isograd.plan.search import search
+def _fields(dotted: list[str]) -> dict[str, list[str]]:
+    """Which fields these words of the command line set; each with its words."""
+    words, found = iter(dotted), dict[str, list[str]]()
+    for word in words:
+        found[word.removeprefix("--").partition("=")[0]] = [word] if "=" in word else [word, next(words, "")]
+    return found
 
-    return search(work, count, device, shown=top, buildable=lambda layout: _refusal(work, layout))
+
+def _search(work: Work, count: int, device: Machine) -> SearchResult:
+    from isograd.plan.search import SIMULATED, search
+
+    return search(work, count, device, shown=SIMULATED, buildable=lambda layout: _refusal(work, layout))
 
 
 def _one(work: Work, text: str, device: Machine) -> SearchResult:
@@ -171,14 +192,6 @@ def _one(work: Work, text: str, device: Machine) -> SearchResult:
     from isograd.plan.step_time import predict
 
     layout = Layout.parse(text)
-    rows, rest = divmod(work.batch, layout.dp)
-    if rest or rows < work.micro_batches:
-        raise PlanError(
-            "IG275", f"batch {work.batch} over dp{layout.dp} cannot be cut into {work.micro_batches} micro-batches",
-            seen=f"{work.batch / layout.dp:g} sequences for each data rank, and {work.micro_batches} micro-batches",
-            expected=f"a multiple of dp{layout.dp}, at least dp x micro-batches = {layout.dp * work.micro_batches}",
-            fix=f"--batch {layout.dp * work.micro_batches}, or `batch` or `micro_batches` in the config",
-        )  # fmt: skip
     problem = _refusal(work, layout)
     if problem is not None:
         raise PlanError("IG275", "the model cannot be built under this layout", seen=problem, expected="another layout")
@@ -190,6 +203,17 @@ def _one(work: Work, text: str, device: Machine) -> SearchResult:
 def _room(device: Machine) -> float:
     """Bytes of a device that a program may have."""
     return (device.memory_gb - device.reserved_gb) * 1e9
+
+
+def recommended(best: list[Candidate], device: Machine) -> tuple[Candidate, str]:
+    """The fastest candidate whose memory is not tight, or else the least tight; and in words, which one it is."""
+    from isograd.plan.memory import TIGHT
+
+    for place, one in enumerate(best, 1):
+        if one.memory.total <= TIGHT * _room(device):
+            return one, "the first" if place == 1 else f"number {place}, the first whose memory is not tight"
+    place = min(range(len(best)), key=lambda index: best[index].memory.total)
+    return best[place], f"number {place + 1}, the least tight: the memory of all is tight"
 
 
 def does_not_fit(one: Candidate, device: Machine) -> str:
@@ -268,7 +292,7 @@ def table(best: list[Candidate]) -> str:
     names = [name for name in best[0].step.parts if any(one.step.parts[name] > 0.0005 for one in best)]
     sums = f" {'accumulate':>10}" * any(one.work.reductions > 1 for one in best)
     lines = [
-        f"    {'layout':<{wide}}{'micro':>6}{sums} {'recompute':>9} {'GB':>6} {'step s':>8}  "
+        f"    {'layout':<{wide}}{'micro-batches':>15}{sums} {'recompute':>9} {'GB':>6} {'step s':>8}  "
         + f"{'90 of 100':<15} {'MFU':>5}"
         + "".join(f"{name:>10}" for name in names)
     ]
@@ -276,13 +300,19 @@ def table(best: list[Candidate]) -> str:
         step = one.step
         between = f"{_seconds(step.low)} to {_seconds(step.high)}"
         lines.append(
-            f"{place:>3} {one.layout!s:<{wide}}{one.work.micro_batches:>6}"
+            f"{place:>3} {one.layout!s:<{wide}}{one.work.micro_batches:>15}"
             + f" {one.work.accumulate:>10}" * bool(sums)
             + f" {one.work.recompute:>9} "
             f"{one.memory.total / 1e9:>6.1f} {_seconds(step.seconds):>8}  {between:<15} {step.mfu:>5.1%}"
             + "".join(f"{step.parts[name]:>10.2f}" for name in names)
         )
     return "\n".join(lines)
+
+
+def rate(one: Candidate) -> str:
+    """How many tokens a candidate trains on."""
+    tokens = one.work.batch * one.work.length / one.step.seconds / one.layout.world_size
+    return f"{one.layout} trains on {tokens:,.0f} tokens a second per device"
 
 
 def tight(best: list[Candidate], device: Machine) -> str:
@@ -311,13 +341,14 @@ def why(found: SearchResult) -> str:
     return "\n".join(lines)
 
 
-def command(path: str, one: Candidate) -> str:
-    """The command that trains with a candidate's choices."""
+def command(path: str, one: Candidate, dotted: list[str]) -> str:
+    """The command that trains with a candidate's choices, and with what the command line has set of the others."""
+    kept = [word for name, given in _fields(dotted).items() if name not in ("batch", *CHOSEN) for word in given]
     recompute = {"none": "false", "full": "true"}.get(one.work.recompute, "selective")
     return (
         f'isograd train {path} --layout "{one.layout}" --batch {one.work.batch} '
         f"--micro_batches {one.work.micro_batches} --accumulate {one.work.accumulate} "
-        f"--model.recompute {recompute} --emit slurm"
+        f"--model.recompute {recompute} {shlex.join([*kept, '--emit', 'slurm'])}"
     )
 
 
