@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import random
+import re
 import subprocess
 import sys
 import time
@@ -381,7 +382,43 @@ def test_a_layout_that_does_not_fit_gets_no_command_but_what_would_fit(capsys) -
     assert 'GB with --layout "tp' in said
     assert main(["plan", str(RECIPES / "llama-8b.yaml"), "--layout", "dp512 zero1", "--batch", "256"]) == 2
     said = capsys.readouterr().err
-    assert "at least dp x micro-batches = " in said and "`micro_batches` in the config" in said
+    assert "--layout, --batch: batch 256 over dp 512" in said and "at least dp x micro_batches = 8192" in said
+
+
+def test_what_is_recommended_is_written_and_started_and_is_not_what_is_warned_of(tmp_path: Path, capsys) -> None:
+    """Of a recipe with two fields set here."""
+    file = tmp_path / "best.yaml"
+    words = ["--gpus", "8", "--top", "20", "--data.length", "4096", "optimizer.lr=1e-4", "--write", str(file)]
+    assert main(["plan", str(RECIPES / "llama-8b.yaml"), *words]) == 0
+    said = capsys.readouterr().out
+    assert "512 sequences x 4,096 tokens a step" in said
+    warned = re.search(r"memory is tight: ([\d, ]+) would", said)
+    number = re.search(r"to run (?:number (\d+), the first whose memory is not tight|the first):", said)
+    assert warned is not None and number is not None, said
+    place = number[1] or "1"
+    assert place not in warned[1].split(", ") and {str(n) for n in range(1, int(place))} <= {*warned[1].split(", ")}
+    best = reading.load(file).config
+    assert re.search(rf"^ +{place} {best.layout} ", said, re.M)
+    assert f'--layout "{best.layout}"' in said and said.rstrip().splitlines()[-2].endswith(
+        "--data.length 4096 optimizer.lr=1e-4 --emit slurm"
+    )
+    assert (best.data.length, best.optimizer.lr) == (4096, 1e-4)
+
+
+def test_a_layout_on_the_command_line_stands_in_place_of_the_config_s(tmp_path: Path, capsys) -> None:
+    """Batch 512 over the 16 data ranks of the config's layout are 32 sequences: not so under this layout."""
+    file, layout = tmp_path / "run.yaml", ["--layout", "dp4 tp2 sp zero1"]
+    text = (RECIPES / "llama-8b.yaml").read_text()
+    file.write_text(text.replace("micro_batches: 16", "micro_batches: 128"))
+    assert main(["plan", str(file)]) == 2
+    assert "over dp 16 is 32 sequences" in capsys.readouterr().err
+    assert main(["plan", str(file), *layout, "--model.recompute", "selective"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        main(["plan", str(RECIPES / "llama-8b.yaml"), *layout, "--micro_batches=128", "model.recompute=selective"]) == 0
+    )
+    assert capsys.readouterr().out == said.replace(str(file), str(RECIPES / "llama-8b.yaml"))
+    assert "--micro_batches 128 --accumulate local --model.recompute selective --emit slurm" in said
 
 
 @pytest.mark.parametrize(
@@ -394,11 +431,14 @@ def test_a_layout_that_does_not_fit_gets_no_command_but_what_would_fit(capsys) -
         (["--gpus", "8", "--picture", "step.gif"], "IG274"),
         (["--layout", "dp8 zero1", "--failures-per-rank-hour", "1e-320"], "IG277"),
         (["--layout", "dp4", "--gpus", "8"], "IG275"),
-        (["--layout", "dp3"], "IG275"),
+        (["--layout", "dp3"], "IG630"),
         (["--layout", "tp64 sp"], "IG275"),
-        (["--layout", " "], "IG600"),
+        (["--layout", " "], "IG630"),
         (["--machine", "h101"], "IG272"),
-        (["--gpu", "8"], "IG600"),
+        (["--gpu", "8"], "IG630"),
+        (["--gpus", "8", "--micro_batches", "64"], "IG600"),
+        (["--gpus", "8", "layout=dp8 zero1"], "IG600"),
+        (["--layout", "dp8 zero1", "--data.lengths", "64"], "IG630"),
     ],
 )
 def test_plan_refuses_what_makes_no_sense(words: list[str], code: str, capsys) -> None:
@@ -493,13 +533,24 @@ def test_this_computer_can_be_measured(tmp_path: Path, capsys) -> None:
     assert predict(described, Layout.parse("dp2 zero1"), here).seconds > 0
 
 
-def test_layouts_that_nearly_fill_a_device_are_said_to_be_tight() -> None:
-    from isograd.cli.plan import tight
+def test_layouts_that_nearly_fill_a_device_are_said_to_be_tight_and_are_not_recommended() -> None:
+    from isograd.cli.plan import recommended, tight
 
     def needing(*gigabytes: float) -> list[Any]:
         return [SimpleNamespace(memory=SimpleNamespace(total=needed * 1e9)) for needed in gigabytes]
 
+    def place(*gigabytes: float) -> tuple[int, str]:
+        best = needing(*gigabytes)
+        one, said = recommended(best, device)
+        return best.index(one), said
+
     device = machine.load("h100")
     room = device.memory_gb - device.reserved_gb
+    assert place(0.89 * room, 0.5 * room) == (0, "the first")
+    assert place(0.99 * room, 0.91 * room, 0.89 * room, 0.5 * room) == (
+        2,
+        "number 3, the first whose memory is not tight",
+    )
+    assert place(0.99 * room, 0.91 * room, 0.95 * room) == (1, "number 2, the least tight: the memory of all is tight")
     assert tight(needing(0.5 * room, 0.89 * room, 1.1 * room), device) == ""
     assert tight(needing(0.5 * room, 0.91 * room, 0.99 * room), device).startswith("memory is tight: 2, 3 would take")

@@ -2,7 +2,6 @@
 
 isograd plan llama-70b.yaml --gpus 1024 --machine h100
 isograd plan llama-70b.yaml --gpus 512 --layout "dp16 tp8 sp pp4 vpp4 zero1" --failures-per-rank-hour 2e-5
-isograd plan run.yaml --gpus 8 --data.length 4096 --model.dtype bf16    any field of the config
 isograd machine                     the machines that are known
 isograd machine measure here.yaml   this computer, for --machine here.yaml
 
@@ -50,10 +49,7 @@ def plan(words: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument("config", help="a config of 'isograd train'")
     parser.add_argument(
-        "--gpus",
-        type=number(1, MOST_DEVICES),
-        metavar="N",
-        help="devices (default: as many as the config's layout has)",
+        "--gpus", type=number(1, MOST_DEVICES), metavar="N", help="devices (default: as many as the layout has)"
     )
     parser.add_argument("--machine", default="h100", help="one of 'isograd machine', or a YAML file (default h100)")
     parser.add_argument("--layout", help="predict this one alone")
@@ -84,7 +80,9 @@ def plan(words: list[str]) -> int:
     wide = terminal.width(140)
     print(heading(work, count, device))
     print(table(shown))
-    print(terminal.fold(f"90 of 100: the interval in which the step of 90 of 100 runs should be; {rate(chosen)}", wide))
+    print("90 of 100: the interval that should hold the step of 90 of 100 runs")
+    rate = chosen.work.batch * chosen.work.length / chosen.step.seconds / chosen.layout.world_size
+    print(f"{chosen.layout}: {rate:,.0f} tokens a second per device")
     if crowded := tight(shown, device):
         print(terminal.fold(crowded, wide))
     if missing := left_out(work):
@@ -139,14 +137,12 @@ def _read(options: argparse.Namespace, dotted: list[str], parser: CommandParser)
     from isograd.train.reading import fetched
     from isograd.train.resources import work_of
 
-    if options.layout is not None and not options.layout.strip():
-        raise ConfigError("IG600", "--layout is empty", seen=repr(options.layout), fix="leave it out to search")
-    if not options.layout and (named := [name for name in _fields(dotted) if name in CHOSEN]):
+    if options.layout is None and (named := [name for name in _fields(dotted) if name in CHOSEN]):
         raise ConfigError(
             "IG600", f"a search chooses {' and '.join(named)}", seen=" ".join(dotted),
             fix="leave them out; with --layout, one layout is predicted with them",
         )  # fmt: skip
-    if options.layout:  # the file's own is not run, nor its batch
+    if options.layout is not None:  # the file's own is not run, nor its batch
         dotted = [*dotted, f"--layout={options.layout}", *([f"--batch={options.batch}"] if options.batch else [])]
     config = fetched(load_config(options.config, dotted, parser).config, weights=False)
     if config.data is None:
@@ -240,9 +236,7 @@ def _changes(work: Work, layout: Layout) -> Iterator[tuple[str, Work, Layout]]:
     if work.micro_batches > work.reductions and layout.zero > 0 and layout.pp == 1:
         apart = dataclasses.replace(work, accumulate="sharded")
         recomputed.insert(1, ("accumulate: sharded", apart))
-    stages = [zero for zero in (layout.zero, 1, 3) if zero >= layout.zero and layout.dp * layout.cp > 1] or [
-        layout.zero
-    ]
+    stages = sorted({layout.zero, *(zero for zero in (1, 3) if zero > layout.zero and layout.dp * layout.cp > 1)})
     wider = [layout]
     for factor in (2, 4, 8):
         for axis in ("dp", "tp", "pp"):
@@ -250,7 +244,7 @@ def _changes(work: Work, layout: Layout) -> Iterator[tuple[str, Work, Layout]]:
             with contextlib.suppress(IsogradError):
                 wider.append(dataclasses.replace(layout, **more))
     for spread in wider:
-        for zero in dict.fromkeys(stages):
+        for zero in stages:
             for words, changed in recomputed:
                 rows, rest = divmod(work.batch, spread.dp)
                 if rest or rows < work.micro_batches or work.micro_batches < spread.pp:
@@ -277,7 +271,6 @@ def _refusal(work: Work, layout: Layout) -> str | None:
 
 def heading(work: Work, count: int, device: Machine) -> str:
     """What is planned, on what."""
-    from isograd.core.layout import Layout
     from isograd.plan.work import params_on_rank
     from isograd.train.journal import human
 
@@ -307,12 +300,6 @@ def table(best: list[Candidate]) -> str:
             + "".join(f"{step.parts[name]:>10.2f}" for name in names)
         )
     return "\n".join(lines)
-
-
-def rate(one: Candidate) -> str:
-    """How many tokens a candidate trains on."""
-    tokens = one.work.batch * one.work.length / one.step.seconds / one.layout.world_size
-    return f"{one.layout} trains on {tokens:,.0f} tokens a second per device"
 
 
 def tight(best: list[Candidate], device: Machine) -> str:

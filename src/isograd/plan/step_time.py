@@ -71,7 +71,7 @@ def predict(
     ranks = _ranks(costs, {} if known is None else known)
     slowest = max(ranks, key=lambda rank: rank.busy)
     micro = work.micro_batches
-    whole = micro * slowest.busy
+    busy = whole = micro * slowest.busy
     if layout.pp > 1:
         send = costs.move(comm_volume.passed(work, layout))
         whole = _pipeline(work, layout, ranks, send) if simulated else _bound(layout, ranks, micro, send)
@@ -84,11 +84,9 @@ def predict(
                 parts[axes] += micro * seconds
     if machine.per_device > 1:  # while one rank waits, others have its device
         average = micro * sum(rank.busy for rank in ranks) / layout.pp
-        parts = {part: seconds * average / (micro * slowest.busy) for part, seconds in parts.items()}
-        whole = max(average, whole / machine.per_device)
-        parts["bubble"] = whole - average
-    else:
-        parts["bubble"] = max(0.0, whole - micro * slowest.busy)  # which rounding alone makes negative
+        parts = {part: seconds * average / busy for part, seconds in parts.items()}
+        busy, whole = average, max(average, whole / machine.per_device)
+    parts["bubble"] = max(0.0, whole - busy)  # which rounding alone makes negative
     for part, seconds in after.items():
         parts[part] += seconds
     seconds = whole + sum(after.values())
