@@ -81,7 +81,7 @@ def plan(words: list[str]) -> int:
     print(heading(work, count, device))
     print(table(shown))
     print("90 of 100: the interval that should hold the step of 90 of 100 runs")
-    rate = chosen.work.batch * chosen.work.length / chosen.step.seconds / chosen.layout.world_size
+    rate = chosen.work.batch * chosen.work.length / chosen.step.seconds / count
     print(f"{chosen.layout}: {rate:,.0f} tokens a second per device")
     if crowded := tight(shown, device):
         print(terminal.fold(crowded, wide))
