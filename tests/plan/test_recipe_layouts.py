@@ -29,7 +29,7 @@ def lines(name: str) -> list[str]:
     for count in COUNTS:
         fits, what = [], "does not fit"
         with contextlib.suppress(PlanError):  # nothing fits
-            fits = [one for one in _search(work, count, device, 200).best if one.memory.total <= room]
+            fits = [one for one in _search(work, count, device).best if one.memory.total <= room]
         if fits:
             one = fits[0]
             recompute = {"none": "false", "full": "true"}.get(one.work.recompute, "selective")

@@ -109,7 +109,7 @@ def test_ctrl_c_during_imports_is_no_traceback(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("isograd.cli.train._load", interrupted)
+    monkeypatch.setattr("isograd.cli.train.load_config", interrupted)
     assert main(["train", str(config)]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import shlex
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isograd.cli.subcommands import CommandParser, number
+from isograd.cli.subcommands import CommandParser, load_config, number, parse_fields
 from isograd.core.layout import Layout
 from isograd.errors import ConfigError, IsogradError, PlanError
 from isograd.io import plots, terminal
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 MOST_DEVICES = 1 << 20  # beyond any run
 MOST_LAYERS = 4096  # of which a search cuts stages, and a rehearsal runs all
 DRAWN = 200_000  # passes of a picture
+CHOSEN = ("layout", "micro_batches", "accumulate", "model.recompute")  # fields of which a search tries all values
 
 
 def plan(words: list[str]) -> int:
@@ -43,22 +45,20 @@ def plan(words: list[str]) -> int:
         prog="isograd plan",
         description="Search the layouts of a config on many devices: memory and time of the best, why others fell out, "
         "and the command that runs the best one. With --layout: the time of that one, and where it goes.",
+        epilog="Any field of the config can be set here, as for 'isograd train': --data.length 4096 model.dtype=bf16",
     )  # fmt: skip
     parser.add_argument("config", help="a config of 'isograd train'")
     parser.add_argument(
-        "--gpus",
-        type=number(1, MOST_DEVICES),
-        metavar="N",
-        help="devices (default: as many as the config's layout has)",
+        "--gpus", type=number(1, MOST_DEVICES), metavar="N", help="devices (default: as many as the layout has)"
     )
     parser.add_argument("--machine", default="h100", help="one of 'isograd machine', or a YAML file (default h100)")
     parser.add_argument("--layout", help="predict this one alone")
     parser.add_argument("--batch", type=number(1, 1 << 40), metavar="N", help="sequences of a step, not the config's")
     parser.add_argument("--top", type=number(1, 1000), default=10, metavar="N", help="layouts to show (default 10)")
     parser.add_argument(
-        "--picture", metavar="FILE", help="draw the first layout's step, stage by stage (.svg, .png or .pdf)"
+        "--picture", metavar="FILE", help="draw the step of the layout to run, stage by stage (.svg, .png or .pdf)"
     )
-    parser.add_argument("--write", metavar="FILE", help="write the config with the best layout to a new file")
+    parser.add_argument("--write", metavar="FILE", help="write the config with the layout to run to a new file")
     group = parser.add_argument_group("checkpoints of a long run")
     group.add_argument(
         "--failures-per-rank-hour", type=float, metavar="X",
@@ -66,20 +66,24 @@ def plan(words: list[str]) -> int:
     )  # fmt: skip
     group.add_argument("--save-seconds", type=float, default=30.0, metavar="S", help="of one checkpoint (default 30)")
     group.add_argument("--restart-seconds", type=float, default=600.0, metavar="S", help="of a restart (default 600)")
-    options = parser.parse_args(words)
+    options, dotted = parse_fields(parser, words)
     if sys.stderr.isatty():  # before torch is imported, which takes seconds
         print(f"planning {options.config} ...", file=sys.stderr, flush=True)
     from isograd.plan import machine as machines
     from isograd.plan.costs import left_out
 
-    config, work, count = _read(options)
+    config, work, count = _read(options, dotted, parser)
     device = machines.load(options.machine).shared(count)
     began = time.monotonic()
-    found = _one(work, options.layout, device) if options.layout else _search(work, count, device, options.top)
+    found = _one(work, options.layout, device) if options.layout else _search(work, count, device)
+    shown, (chosen, which) = found.best[: options.top], recommended(found.best, device)
     wide = terminal.width(140)
     print(heading(work, count, device))
-    print(table(found.best))
-    if crowded := tight(found.best, device):
+    print(table(shown))
+    print("90 of 100: the interval that should hold the step of 90 of 100 runs")
+    rate = chosen.work.batch * chosen.work.length / chosen.step.seconds / count
+    print(f"{chosen.layout}: {rate:,.0f} tokens a second per device")
+    if crowded := tight(shown, device):
         print(terminal.fold(crowded, wide))
     if missing := left_out(work):
         print(terminal.fold(f"at the least: nothing is counted for {', '.join(missing)}", wide))
@@ -88,14 +92,14 @@ def plan(words: list[str]) -> int:
         print(terminal.fold(why(found), wide))
         print(f"searched in {time.monotonic() - began:.1f} s")
     fits = found.fitting > 0
-    run = f"to run {'it' if options.layout else 'the first'}:\n  {command(options.config, found.best[0])}"
-    print("\n" + (run if fits else terminal.fold(does_not_fit(found.best[0], device), wide)))
+    run = f"to run {'it' if options.layout else which}:\n  {command(options.config, chosen, dotted)}"
+    print("\n" + (run if fits else terminal.fold(does_not_fit(chosen, device), wide)))
     if options.picture:
-        _draw(options.picture, found.best[0], device)
+        _draw(options.picture, chosen, device)
     if options.write and fits:
-        _write(options.write, config, found.best[0])
+        _write(options.write, config, chosen)
     if options.failures_per_rank_hour is not None:
-        print("\n" + terminal.fold(long_run(options, count, found.best[0]), wide))
+        print("\n" + terminal.fold(long_run(options, count, chosen), wide))
     return 0 if fits else 1
 
 
@@ -129,16 +133,21 @@ def machine(words: list[str]) -> int:
     return 0
 
 
-def _read(options: argparse.Namespace) -> tuple[Config, Work, int]:
-    from isograd.train.reading import fetched, load
+def _read(options: argparse.Namespace, dotted: list[str], parser: CommandParser) -> tuple[Config, Work, int]:
+    from isograd.train.reading import fetched
     from isograd.train.resources import work_of
 
-    config = fetched(load(options.config).config, weights=False)
+    if options.layout is None and (named := [name for name in _fields(dotted) if name in CHOSEN]):
+        raise ConfigError(
+            "IG600", f"a search chooses {' and '.join(named)}", seen=" ".join(dotted),
+            fix="leave them out; with --layout, one layout is predicted with them",
+        )  # fmt: skip
+    if options.layout is not None:  # the file's own is not run, nor its batch
+        dotted = [*dotted, f"--layout={options.layout}", *([f"--batch={options.batch}"] if options.batch else [])]
+    config = fetched(load_config(options.config, dotted, parser).config, weights=False)
     if config.data is None:
         raise PlanError("IG275", "pairs cannot be planned", seen="`pairs` in the config", expected="`data`")
-    if options.layout is not None and not options.layout.strip():
-        raise ConfigError("IG600", "--layout is empty", seen=repr(options.layout), fix="leave it out to search")
-    layout = Layout.parse(options.layout) if options.layout else Layout.parse(config.layout)
+    layout = Layout.parse(config.layout)
     count = options.gpus if options.gpus is not None else layout.world_size
     if options.layout and options.gpus not in (None, layout.world_size):
         raise PlanError(
@@ -159,10 +168,18 @@ def _read(options: argparse.Namespace) -> tuple[Config, Work, int]:
     return config, dataclasses.replace(work, batch=options.batch or work.batch), count
 
 
-def _search(work: Work, count: int, device: Machine, top: int) -> SearchResult:
-    from isograd.plan.search import search
+def _fields(dotted: list[str]) -> dict[str, list[str]]:
+    """Which fields these words of the command line set; each with its words."""
+    words, found = iter(dotted), dict[str, list[str]]()
+    for word in words:
+        found[word.removeprefix("--").partition("=")[0]] = [word] if "=" in word else [word, next(words, "")]
+    return found
 
-    return search(work, count, device, shown=top, buildable=lambda layout: _refusal(work, layout))
+
+def _search(work: Work, count: int, device: Machine) -> SearchResult:
+    from isograd.plan.search import SIMULATED, search
+
+    return search(work, count, device, shown=SIMULATED, buildable=lambda layout: _refusal(work, layout))
 
 
 def _one(work: Work, text: str, device: Machine) -> SearchResult:
@@ -171,14 +188,6 @@ def _one(work: Work, text: str, device: Machine) -> SearchResult:
     from isograd.plan.step_time import predict
 
     layout = Layout.parse(text)
-    rows, rest = divmod(work.batch, layout.dp)
-    if rest or rows < work.micro_batches:
-        raise PlanError(
-            "IG275", f"batch {work.batch} over dp{layout.dp} cannot be cut into {work.micro_batches} micro-batches",
-            seen=f"{work.batch / layout.dp:g} sequences for each data rank, and {work.micro_batches} micro-batches",
-            expected=f"a multiple of dp{layout.dp}, at least dp x micro-batches = {layout.dp * work.micro_batches}",
-            fix=f"--batch {layout.dp * work.micro_batches}, or `batch` or `micro_batches` in the config",
-        )  # fmt: skip
     problem = _refusal(work, layout)
     if problem is not None:
         raise PlanError("IG275", "the model cannot be built under this layout", seen=problem, expected="another layout")
@@ -190,6 +199,17 @@ def _one(work: Work, text: str, device: Machine) -> SearchResult:
 def _room(device: Machine) -> float:
     """Bytes of a device that a program may have."""
     return (device.memory_gb - device.reserved_gb) * 1e9
+
+
+def recommended(best: list[Candidate], device: Machine) -> tuple[Candidate, str]:
+    """The fastest candidate whose memory is not tight, or else the least tight; and in words, which one it is."""
+    from isograd.plan.memory import TIGHT
+
+    for place, one in enumerate(best, 1):
+        if one.memory.total <= TIGHT * _room(device):
+            return one, "the first" if place == 1 else f"number {place}, the first whose memory is not tight"
+    place = min(range(len(best)), key=lambda index: best[index].memory.total)
+    return best[place], f"number {place + 1}, the least tight: the memory of all is tight"
 
 
 def does_not_fit(one: Candidate, device: Machine) -> str:
@@ -216,9 +236,7 @@ def _changes(work: Work, layout: Layout) -> Iterator[tuple[str, Work, Layout]]:
     if work.micro_batches > work.reductions and layout.zero > 0 and layout.pp == 1:
         apart = dataclasses.replace(work, accumulate="sharded")
         recomputed.insert(1, ("accumulate: sharded", apart))
-    stages = [zero for zero in (layout.zero, 1, 3) if zero >= layout.zero and layout.dp * layout.cp > 1] or [
-        layout.zero
-    ]
+    stages = sorted({layout.zero, *(zero for zero in (1, 3) if zero > layout.zero and layout.dp * layout.cp > 1)})
     wider = [layout]
     for factor in (2, 4, 8):
         for axis in ("dp", "tp", "pp"):
@@ -226,7 +244,7 @@ def _changes(work: Work, layout: Layout) -> Iterator[tuple[str, Work, Layout]]:
             with contextlib.suppress(IsogradError):
                 wider.append(dataclasses.replace(layout, **more))
     for spread in wider:
-        for zero in dict.fromkeys(stages):
+        for zero in stages:
             for words, changed in recomputed:
                 rows, rest = divmod(work.batch, spread.dp)
                 if rest or rows < work.micro_batches or work.micro_batches < spread.pp:
@@ -253,7 +271,6 @@ def _refusal(work: Work, layout: Layout) -> str | None:
 
 def heading(work: Work, count: int, device: Machine) -> str:
     """What is planned, on what."""
-    from isograd.core.layout import Layout
     from isograd.plan.work import params_on_rank
     from isograd.train.journal import human
 
@@ -268,7 +285,7 @@ def table(best: list[Candidate]) -> str:
     names = [name for name in best[0].step.parts if any(one.step.parts[name] > 0.0005 for one in best)]
     sums = f" {'accumulate':>10}" * any(one.work.reductions > 1 for one in best)
     lines = [
-        f"    {'layout':<{wide}}{'micro':>6}{sums} {'recompute':>9} {'GB':>6} {'step s':>8}  "
+        f"    {'layout':<{wide}}{'micro-batches':>15}{sums} {'recompute':>9} {'GB':>6} {'step s':>8}  "
         + f"{'90 of 100':<15} {'MFU':>5}"
         + "".join(f"{name:>10}" for name in names)
     ]
@@ -276,7 +293,7 @@ def table(best: list[Candidate]) -> str:
         step = one.step
         between = f"{_seconds(step.low)} to {_seconds(step.high)}"
         lines.append(
-            f"{place:>3} {one.layout!s:<{wide}}{one.work.micro_batches:>6}"
+            f"{place:>3} {one.layout!s:<{wide}}{one.work.micro_batches:>15}"
             + f" {one.work.accumulate:>10}" * bool(sums)
             + f" {one.work.recompute:>9} "
             f"{one.memory.total / 1e9:>6.1f} {_seconds(step.seconds):>8}  {between:<15} {step.mfu:>5.1%}"
@@ -311,13 +328,14 @@ def why(found: SearchResult) -> str:
     return "\n".join(lines)
 
 
-def command(path: str, one: Candidate) -> str:
-    """The command that trains with a candidate's choices."""
+def command(path: str, one: Candidate, dotted: list[str]) -> str:
+    """The command that trains with a candidate's choices, and with what the command line has set of the others."""
+    kept = [word for name, given in _fields(dotted).items() if name not in ("batch", *CHOSEN) for word in given]
     recompute = {"none": "false", "full": "true"}.get(one.work.recompute, "selective")
     return (
         f'isograd train {path} --layout "{one.layout}" --batch {one.work.batch} '
         f"--micro_batches {one.work.micro_batches} --accumulate {one.work.accumulate} "
-        f"--model.recompute {recompute} --emit slurm"
+        f"--model.recompute {recompute} {shlex.join([*kept, '--emit', 'slurm'])}"
     )
 
 

@@ -1,4 +1,5 @@
-"""What the command lines of the commands share: their parser, types of options, and commands made of verbs.
+"""What the command lines of the commands share: their parser, types of options, fields of a config beside them, and
+commands made of verbs.
 
 Only argparse is imported here, so that help needs no torch. A command of verbs (`isograd data build ...`) lists them;
 each has a description, a function that adds its options to a parser, and one that runs it and returns the exit code.
@@ -7,11 +8,18 @@ each has a description, a function that adds its options to a parser, and one th
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from isograd.errors import ConfigError
 from isograd_verify.io import command_line
 
+if TYPE_CHECKING:
+    from isograd.train.reading import LoadedConfig
+
+FIELD = re.compile(r"[A-Za-z_][\w.]*=")  # a word that sets a field, unless it is the name of a file
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 
 
@@ -60,3 +68,33 @@ def number(least: float, most: float, kind: Callable[[str], Any] = int) -> Calla
         return value
 
     return parsed
+
+
+def parse_fields(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(the parser's own options, the words that set fields of the config)."""
+    own = parser._option_string_actions
+    mine, dotted, rest, given = [], [], list(words), set[str]()
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--") and word.partition("=")[0] not in own:
+            dotted.append(word)
+            if "=" not in word and rest:
+                dotted.append(rest.pop(0))
+        elif FIELD.match(word) and not os.path.exists(word):
+            dotted.append(word)
+        else:
+            mine.append(word)
+            name = word.partition("=")[0]
+            if name in own and name in given:
+                raise ConfigError("IG600", f"{name} is given twice", expected="each option once")
+            given.add(name)
+            if word in own and own[word].nargs is None and rest:
+                mine.append(rest.pop(0))
+    return parser.parse_args(mine), dotted
+
+
+def load_config(path: str, dotted: list[str], parser: argparse.ArgumentParser) -> LoadedConfig:
+    """The config in a file with these words over it; a word that names no field may mean an option of the parser."""
+    from isograd.train.reading import load
+
+    return load(path, dotted, [name.removeprefix("--") for name in parser._option_string_actions])

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 import sys
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isograd.cli.subcommands import CommandParser, number
+from isograd.cli.subcommands import CommandParser, load_config, number, parse_fields
 from isograd.errors import ConfigError
 from isograd.io import terminal
 from isograd.train.run.signals import SignalListener
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from isograd.train.config import Config
     from isograd.train.reading import LoadedConfig
 
-FIELD = re.compile(r"[A-Za-z_][\w.]*=")  # a word that sets a field, unless it is the name of a file
 STEP = number(1, 10**18)
 TRAIN_END = """Any field of the config can be set here:
   --optimizer.lr 1e-3 --layout "dp4 zero2" data.length=256
@@ -65,27 +62,27 @@ def train(words: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--emit", choices=("torchrun", "slurm", "k8s"), help="print what starts the run, start nothing")
     _cluster_arguments(parser)
-    options, dotted = _parse(parser, words)
+    options, dotted = parse_fields(parser, words)
     if options.emit:
         from isograd.train.run.emit import Cluster, script
 
         named = {
             field: value for field in Cluster.__dataclass_fields__ if (value := getattr(options, field)) is not None
         }
-        print(script(options.emit, options.config, dotted, _load(options.config, dotted, parser).config,
+        print(script(options.emit, options.config, dotted, load_config(options.config, dotted, parser).config,
                      Cluster(**named)))  # fmt: skip
         return 0
     from isograd.train.reading import fetched
 
     if options.dry_run:
-        config = fetched(_load(options.config, dotted, parser).config)
+        config = fetched(load_config(options.config, dotted, parser).config)
         _refuse_count(config, options.nproc)
         from isograd.train.run.start import print_summary
         from isograd.train.startup import dry_run
 
         return dry_run(print_summary(config, "never", sys.stdout), force=options.force)
     with closing(SignalListener()) as listener:  # before torch is imported, which takes seconds
-        config = fetched(_load(options.config, dotted, parser).config)
+        config = fetched(load_config(options.config, dotted, parser).config)
         _refuse_count(config, options.nproc)
         if options.profile and options.profile[1] > config.steps:
             raise ConfigError(
@@ -128,8 +125,8 @@ def config(words: list[str]) -> int:
 
         print(json.dumps(Config.model_json_schema(), indent=2))
         return 0
-    options, dotted = _parse(show, words[1:])
-    _show(_load(options.config, dotted, show))
+    options, dotted = parse_fields(show, words[1:])
+    _show(load_config(options.config, dotted, show))
     return 0
 
 
@@ -147,7 +144,7 @@ def compare(words: list[str]) -> int:
     parser.add_argument("--layouts", metavar="A;B;...", help="the others are compared to the first")
     _force_argument(parser)
     parser.add_argument("--out", metavar="FOLDER", help="where pictures and numbers go (default: RUN/compare)")
-    options, dotted = _parse(parser, words)
+    options, dotted = parse_fields(parser, words)
     if options.layouts is None and not Path(options.config).is_dir():
         parser.error("the following arguments are required: --layouts (or folders of runs in the place of a config)")
     if options.layouts is None:
@@ -155,7 +152,7 @@ def compare(words: list[str]) -> int:
 
         return compare_runs([Path(name) for name in (options.config, *options.runs)], options.out)
     layouts = [text.strip() for text in options.layouts.split(";") if text.strip()]
-    loads = {layout: _load(options.config, [*dotted, f"--layout={layout}"], parser) for layout in layouts}
+    loads = {layout: load_config(options.config, [*dotted, f"--layout={layout}"], parser) for layout in layouts}
     if len(loads) < 2:
         raise ConfigError(
             "IG636", "a comparison needs two layouts", seen=options.layouts, expected="two layouts or more",
@@ -199,35 +196,6 @@ def _force_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="start although this machine has too few devices or too little memory"
     )
-
-
-def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(the parser's own options, the words that set fields of the config)."""
-    own = parser._option_string_actions
-    mine, dotted, rest, given = [], [], list(words), set[str]()
-    while rest:
-        word = rest.pop(0)
-        if word.startswith("--") and word.partition("=")[0] not in own:
-            dotted.append(word)
-            if "=" not in word and rest:
-                dotted.append(rest.pop(0))
-        elif FIELD.match(word) and not os.path.exists(word):
-            dotted.append(word)
-        else:
-            mine.append(word)
-            name = word.partition("=")[0]
-            if name in own and name in given:
-                raise ConfigError("IG600", f"{name} is given twice", expected="each option once")
-            given.add(name)
-            if word in own and own[word].nargs is None and rest:
-                mine.append(rest.pop(0))
-    return parser.parse_args(mine), dotted
-
-
-def _load(path: str, dotted: list[str], parser: argparse.ArgumentParser) -> LoadedConfig:
-    from isograd.train.reading import load
-
-    return load(path, dotted, [name.removeprefix("--") for name in parser._option_string_actions])
 
 
 def _show(loaded: LoadedConfig) -> None:

@@ -25,7 +25,6 @@ SIMULATED = 24  # candidates whose pipeline is simulated
 LARGEST_ROWS = 8  # sequences of a micro-batch
 SHORTEST = 1024  # tokens of a sequence on one rank of cp
 FULL = "more memory than a device has"
-RECOMPUTED = {"none": "", "selective": ", recompute selective", "full": ", recompute"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def search(
                 described = dataclasses.replace(cut, recompute=how, accumulate=kept)
                 needed = memory(described, layout, gpu=machine.units > 0)
                 if needed.total > room:
-                    choices = f"{cut.micro_batches} micro-batches{RECOMPUTED[how]}, {kept} sums"
+                    choices = f"{cut.micro_batches} micro-batches, recompute {how}, {kept} sums"
                     found.drop(FULL, f"{layout}, {choices}: {needed.total / 1e9:.0f} GB of {room / 1e9:.0f}")
                     continue
                 found.tried += 1

@@ -4,9 +4,9 @@
     found.seconds, found.low, found.high, found.mfu, found.parts
 
 Without a pipeline, micro-batches follow one another. With one, the schedule of pipeline/schedule.py is simulated with
-the costs of each stage and the time of a send between neighbours; of a long step the first micro-batches are simulated,
-and the rest continue at the same pace. After the last backward come what is left of the gradients' reduction, the
-optimizer, and the gather of parameters.
+the costs of each stage and the time of a send between neighbours; of a long step the first micro-batches are simulated
+until their pace is steady, and the rest continue at it. After the last backward come what is left of the gradients'
+reduction, the optimizer, and the gather of parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from isograd.plan.costs import Cost, Costs
 from isograd.plan.machine import Machine
 from isograd.plan.work import BlockKind, Work, kinds_of, of_block, of_ends, params_on_rank
 
-ROUNDS = 3  # micro-batches that are simulated, in multiples of the pipeline's ranks
+ROUNDS = 3  # at least so many are simulated, until two last as long: one is a micro-batch for each pipeline rank
 PARTS = ("compute", "tp", "cp", "ep", "dp", "bubble", "optimizer")
 
 
@@ -71,7 +71,7 @@ def predict(
     ranks = _ranks(costs, {} if known is None else known)
     slowest = max(ranks, key=lambda rank: rank.busy)
     micro = work.micro_batches
-    whole = micro * slowest.busy
+    busy = whole = micro * slowest.busy
     if layout.pp > 1:
         send = costs.move(comm_volume.passed(work, layout))
         whole = _pipeline(work, layout, ranks, send) if simulated else _bound(layout, ranks, micro, send)
@@ -84,11 +84,9 @@ def predict(
                 parts[axes] += micro * seconds
     if machine.per_device > 1:  # while one rank waits, others have its device
         average = micro * sum(rank.busy for rank in ranks) / layout.pp
-        parts = {part: seconds * average / (micro * slowest.busy) for part, seconds in parts.items()}
-        whole = max(average, whole / machine.per_device)
-        parts["bubble"] = whole - average
-    else:
-        parts["bubble"] = whole - micro * slowest.busy
+        parts = {part: seconds * average / busy for part, seconds in parts.items()}
+        busy, whole = average, max(average, whole / machine.per_device)
+    parts["bubble"] = max(0.0, whole - busy)  # which rounding alone makes negative
     for part, seconds in after.items():
         parts[part] += seconds
     seconds = whole + sum(after.values())
@@ -212,9 +210,12 @@ def _pipeline(work: Work, layout: Layout, ranks: list[StageTimes], send: float) 
     def run(count: int) -> float:
         return max(row[-1].end for row in build(layout.schedule, pp, vpp, count).timed(seconds, send))
 
-    if micro <= ROUNDS * pp:
-        return run(micro)
-    rest = micro % pp
-    long, short = ROUNDS * pp + rest, (ROUNDS - 1) * pp + rest
-    end = run(long)
-    return end + (micro - long) * (end - run(short)) / (long - short)
+    count, pace, least = min(micro, (ROUNDS - 1) * pp + micro % pp), 0.0, pp * max(rank.busy for rank in ranks)
+    end = run(count)
+    while count < micro:  # in the first rounds a busy rank may still catch up: the end then comes later by less
+        count, last, before = count + pp, pace, end
+        end = run(count)
+        pace = end - before
+        if math.isclose(pace, last, rel_tol=1e-6) and pace > least * (1 - 1e-6):
+            break
+    return end + (micro - count) / pp * pace

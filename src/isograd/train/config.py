@@ -132,7 +132,8 @@ class Config(Section):
         if rest or rows < self.micro_batches:
             raise _contradiction(
                 f"batch {self.batch} over dp {layout.dp} is {self.batch / layout.dp:g} sequences per data rank, "
-                f"to be cut into {self.micro_batches} micro-batches: make batch a multiple of dp that is large enough",
+                f"to be cut into {self.micro_batches} micro-batches: make batch a multiple of dp, "
+                f"at least dp x micro_batches = {layout.dp * self.micro_batches}",
                 "batch", "layout", "micro_batches",
             )  # fmt: skip
         if self.evaluate.every is None and (self.evaluate.patience or self.checkpoint.keep_best):
