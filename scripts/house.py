@@ -61,7 +61,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_685,
+    "isograd, lines": 51_765,
     "isograd-verify, lines": 18_817,
     "comm + engine, lines": 9_316,
     "arrows between packages": 132,
