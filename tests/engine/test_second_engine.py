@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -207,3 +209,27 @@ def test_an_engine_whose_model_was_taken_over_says_so_with_the_line(layout: str,
         for text in said:
             assert text.startswith(("IG510", "IG578")) and f"{Path(__file__).name}:{line}" in text, text
         assert "taken" in said[-1]
+
+
+def left(kind: str) -> list[bool]:
+    """Whether a parameter, the engine and the model are there when nobody holds them any more."""
+
+    def trained() -> list[weakref.ref[object]]:
+        model = net()
+        if kind == "DataParallel":
+            engine: ig.Engine | DataParallel = DataParallel(model)
+            model.zero_grad()
+        else:
+            engine = made(model, Mesh(f"dp2 {kind}"))
+        assert stepped(engine, model) == "stepped"
+        return [weakref.ref(one) for one in (next(model.parameters()), engine, model)]
+
+    found = trained()
+    gc.collect()
+    return [one() is not None for one in found]
+
+
+@pytest.mark.parametrize("kind", ["zero0", "zero1", "zero3", "DataParallel"])
+def test_nothing_of_an_engine_that_nobody_holds_is_left(worlds, kind: str) -> None:
+    """Hooks of parameters held the engine's step, and the step the parameters."""
+    assert worlds(2).run(left, kind) == [[False] * 3] * 2

@@ -129,8 +129,7 @@ class DataParallel(nn.Module):
         self._backward = _Backward()  # the running one
         self._steps = _Steps()
         for slot in self._plan.slots:
-            arrived = partial(self._arrived, slot)
-            validation.replace_hook(slot.parameter, self._step_state, arrived, self._entering)
+            validation.replace_hook(slot, self._step_state, self._arrived, self._entering)
         self.register_load_state_dict_pre_hook(_rename)  # type: ignore[no-untyped-call]
 
     # -- what users call

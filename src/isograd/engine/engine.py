@@ -143,7 +143,7 @@ class Engine:
         self._counts_ahead = self._tallies.needs_prepass()
         self._watch = validation.Watch(model, self.plan, moving=stage == 3)
         for slot in self.plan.slots:
-            validation.replace_hook(slot.parameter, self.step_state, partial(self.step_state.arrived, slot))
+            validation.replace_hook(slot, self.step_state, self.step_state.arrived)
         if accept_weights or weights is not None:
             self.step_state.mark_consistent()
 

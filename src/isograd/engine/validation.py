@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from numbers import Real
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from isograd.comm.fingerprint import first_unlike
 from isograd.core.contract_table import ContractRow, ContractTable
 from isograd.core.mesh import DATA, Mesh
 from isograd.engine.grad_placeholder import OWN_SUM, GradPlaceholder
-from isograd.engine.plan import Plan, check_same
+from isograd.engine.plan import Plan, Slot, check_same
 from isograd.engine.zero3.module_hooks import Handles, owner_of
 from isograd.errors import EngineError, IsogradError
 from isograd.nn.fp32_sums import needing_fp32_sums
@@ -286,13 +287,21 @@ def is_watched(parameter: nn.Parameter) -> bool:
 
 
 def replace_hook(
-    parameter: nn.Parameter,
+    slot: Slot,
     holder: Any,
-    arrived: Callable[[Tensor], None],
+    arrived: Callable[[Slot, Tensor], None],
     entering: Callable[[Tensor], Tensor | None] | None = None,
 ) -> None:
     """One engine holds a parameter: a new one, whose step state is `holder`, takes it over, with half a step if that is
-    in it. `entering` is called with a gradient before it is added to `.grad`, `arrived` after that."""
+    in it. `entering` is called with a gradient before it is added to `.grad`, `arrived` after that: two methods, which
+    a hook holds weakly. Python does not see through torch's hooks, and would keep what they hold for ever."""
+    parameter, call, mine = slot.parameter, WeakMethod(arrived), ref(slot)
+
+    def has_arrived(gradient: Tensor) -> None:
+        method, own = call(), mine()
+        if method is not None and own is not None:
+            method(own, gradient)
+
     before: Any = getattr(parameter, "_isograd_hooks", Handles())
     for handle in before:
         handle.remove()
@@ -300,10 +309,12 @@ def replace_hook(
         before.holder.taken_over.append(holder.made_at)
         if (why := before.holder.torn(parameter)) is not None:
             holder.mark_inconsistent(f"{why} (in a step of the Engine made at {before.holder.made_at})")
-    setattr(arrived, _OURS, True)
-    handles = [parameter.register_post_accumulate_grad_hook(arrived)]
-    handles += [parameter.register_hook(entering)] if entering is not None else []
-    parameter._isograd_hooks = Handles(handles, holder)  # type: ignore[attr-defined]
+    setattr(has_arrived, _OURS, True)
+    handles = [parameter.register_post_accumulate_grad_hook(has_arrived)]
+    if entering is not None:
+        enters = WeakMethod(entering)
+        handles.append(parameter.register_hook(lambda g: None if (m := enters()) is None else m(g)))
+    parameter._isograd_hooks = Handles(handles, holder, arrived)  # type: ignore[attr-defined]
 
 
 def refuse_options(given: Mapping[str, object], only: Mapping[str, object], mesh: Mesh) -> None:

@@ -50,11 +50,12 @@ class Nothing:
 
 
 class Handles(list[Any]):
-    """Of the hooks of a parameter, and the step state of their engine. A saved copy of it has none."""
+    """Of the hooks of a parameter, the step state of their engine, and what they call, which lives as long as the
+    parameter. A saved copy of it has none."""
 
-    def __init__(self, handles: Iterable[Any] = (), holder: Any = None) -> None:
+    def __init__(self, handles: Iterable[Any] = (), holder: Any = None, called: Any = None) -> None:
         super().__init__(handles)
-        self.holder = holder
+        self.holder, self.called = holder, called
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, ()
