@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_765,
+    "isograd, lines": 51_776,
     "isograd-verify, lines": 18_817,
-    "comm + engine, lines": 9_316,
+    "comm + engine, lines": 9_327,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
