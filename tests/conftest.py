@@ -6,6 +6,7 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -32,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")  # a test says nothing of time
+    if "PYTEST_XDIST_WORKER" in os.environ:  # its main module has no file, and ranks would be forked as in a notebook
+        sys.modules["__main__"].__file__ = str(Path(pytest.__file__).with_name("__main__.py"))
     torch.set_num_threads(1)  # as in a rank: more threads on tensors as small as these only wait for each other
     if file := config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(file))
