@@ -287,8 +287,8 @@ def _totals_with(change: Callable[[Any, Any, Any], Any]) -> Any:
 
     original = step_status.totals
 
-    def changed(table: Any, weights: Any, unused: Any, mesh: Any, scale: Any) -> Any:
-        return change(mesh, table, original(table, weights, unused, mesh, scale))
+    def changed(table: Any, weights: Any, mesh: Any, *more: Any) -> Any:
+        return change(mesh, table, original(table, weights, mesh, *more))
 
     return _patched(step_status, "totals", changed)
 
