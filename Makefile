@@ -1,5 +1,5 @@
 # make demo: set up, train a small model with 4 local ranks, prove its layout.
-# make test-fast: the tests for an edit, a minute and a half. make test: before a push and in CI, under
+# make test-fast: the tests for an edit, two minutes. make test: before a push and in CI, under
 # 40 minutes on two cores. make full: every test, in pieces; those that have not run for longest come first.
 PYTHON ?= python3
 VENV := .venv
