@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import weakref
 from pathlib import Path
 
@@ -233,3 +234,13 @@ def left(kind: str) -> list[bool]:
 def test_nothing_of_an_engine_that_nobody_holds_is_left(worlds, kind: str) -> None:
     """Hooks of parameters held the engine's step, and the step the parameters."""
     assert worlds(2).run(left, kind) == [[False] * 3] * 2
+
+
+def test_a_model_that_was_saved_whole_under_an_engine_takes_another_one() -> None:
+    """Its parameters come back with a list of hooks that no engine holds."""
+    model, mesh, file = net(), Mesh("dp1"), io.BytesIO()
+    made(model, mesh)
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert stepped(made(again, mesh), again) == "stepped"

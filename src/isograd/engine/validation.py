@@ -302,13 +302,13 @@ def replace_hook(
         if method is not None and own is not None:
             method(own, gradient)
 
-    before: Any = getattr(parameter, "_isograd_hooks", Handles())
+    before = getattr(parameter, "_isograd_hooks", ())
     for handle in before:
         handle.remove()
-    if before.holder is not None:
-        before.holder.taken_over.append(holder.made_at)
-        if (why := before.holder.torn(parameter)) is not None:
-            holder.mark_inconsistent(f"{why} (in a step of the Engine made at {before.holder.made_at})")
+    if (last := getattr(before, "holder", None)) is not None:  # a saved copy has a list without one
+        last.taken_over.append(holder.made_at)
+        if (why := last.torn(parameter)) is not None:
+            holder.mark_inconsistent(f"{why} (in a step of the Engine made at {last.made_at})")
     setattr(has_arrived, _OURS, True)
     handles = [parameter.register_post_accumulate_grad_hook(has_arrived)]
     if entering is not None:
