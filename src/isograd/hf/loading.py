@@ -65,6 +65,12 @@ def load(
     return model
 
 
+def recompute_blocks(model: Any) -> None:
+    """Turn on what transformers calls activation checkpointing since 5.24, and gradient checkpointing before."""
+    newer: Any = getattr(model, "activation_checkpointing_enable", None)
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -31,6 +31,7 @@ from isograd.comm.world import world_process_group
 from isograd.core.loss_terms import Terms
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
+from isograd.hf.loading import recompute_blocks
 from isograd.integrations import verl_outputs
 from isograd.integrations.optimizer import full_parameters, load_state, save_state
 from isograd.integrations.world import mesh_for
@@ -71,8 +72,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         module: Any = self.model()
         self.module = module.to(self.mesh.device)
         if getattr(self.model_config, "enable_gradient_checkpointing", False):
-            enable = getattr(self.module, "activation_checkpointing_enable", self.module.gradient_checkpointing_enable)
-            enable({"use_reentrant": False})  # its name since transformers 5.24
+            recompute_blocks(self.module)
         if self.engine_config.forward_only:
             return
         options = self.optimizer_config

@@ -25,7 +25,7 @@ from isograd.core.rng import Key
 from isograd.errors import ConfigError, ModelError
 from isograd.hf.adapters import insert, need_peft
 from isograd.hf.build import empty
-from isograd.hf.loading import config_of, not_loaded
+from isograd.hf.loading import config_of, not_loaded, recompute_blocks
 from isograd.hf.losses import shard
 from isograd.hf.stages import cost_of_token
 from isograd.hf.sub_configs import text_of
@@ -55,8 +55,7 @@ def opened(config: Config, mesh: Mesh) -> Any:
     if model.attn_implementation is not None:
         run_or_raise_on_all_ranks(lambda: _set_attention(made, config, mesh), mesh, ModelError, not_loaded)
     if model.recompute:
-        enable = getattr(made, "activation_checkpointing_enable", made.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})  # its name since transformers 5.24
+        recompute_blocks(made)
     if model.compile:
         for block in _blocks(made, library):
             block.compile()
