@@ -212,10 +212,11 @@ def _tell(report: Report, options: argparse.Namespace) -> int:
         text = json.dumps(report.data(), indent=1)
         print(text) if options.json == "-" else Path(options.json).write_text(text)
     program = programs[0] if programs else ""
-    files = (options.svg, picture), (options.html, page), (options.junit, junit), (options.sarif, sarif)
+    placed = partial(sarif, source=program)
+    files = (options.svg, picture), (options.html, page), (options.junit, junit), (options.sarif, placed)
     for path, text_of in files:
         if path:
-            Path(path).write_text(text_of(report, program) if text_of is sarif else text_of(report))
+            Path(path).write_text(text_of(report))
     if options.github:
         print(github(report, program), end="")
         if os.environ.get("GITHUB_STEP_SUMMARY"):
