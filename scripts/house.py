@@ -61,8 +61,8 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_776,
-    "isograd-verify, lines": 18_817,
+    "isograd, lines": 51_785,
+    "isograd-verify, lines": 18_818,
     "comm + engine, lines": 9_327,
     "arrows between packages": 132,
     "arrows in isograd-verify": 53,

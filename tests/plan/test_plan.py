@@ -228,8 +228,7 @@ def counted(described: Work, layout: Layout, index: int) -> tuple[float, float, 
         parts[part] = parts.get(part, 0) + record.parameter.numel()
     gathered = parts.get("", 0) + 2 * max(size for part, size in parts.items() if part)
     owned = sum(record.parameter.numel() / mesh.size(record.contract.data) for record in table)
-    whole = described.micro_batches > described.reductions
-    return states(layout, described.size, sum(parts.values()), owned, gathered, 0, whole=whole)
+    return states(layout, described.size, sum(parts.values()), owned, gathered, 0, whole=described.keeps_whole)
 
 
 @pytest.mark.parametrize("words", ["pp4", "pp4 vpp2", "pp3 vpp3", "pp4 gpipe", "pp4 zb", "pp2 vpp4"])

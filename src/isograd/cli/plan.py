@@ -233,7 +233,7 @@ def _changes(work: Work, layout: Layout) -> Iterator[tuple[str, Work, Layout]]:
     recomputed = [("", work)]
     for how, said in (("selective", "selective"), ("full", "true")) if work.recompute == "none" else ():
         recomputed.append((f"model.recompute: {said}", dataclasses.replace(work, recompute=how)))
-    if work.micro_batches > work.reductions and layout.zero > 0 and layout.pp == 1:
+    if work.keeps_whole and layout.zero > 0 and layout.pp == 1:
         apart = dataclasses.replace(work, accumulate="sharded")
         recomputed.insert(1, ("accumulate: sharded", apart))
     stages = sorted({layout.zero, *(zero for zero in (1, 3) if zero > layout.zero and layout.dp * layout.cp > 1)})

@@ -95,7 +95,7 @@ class Late:
 
 # All ranks, or none:
 TOGETHER = {Status.SAVES: "save a checkpoint", Status.EVALUATES: "evaluate", Status.OPENS: "open a folder"}
-SAME = {**TOGETHER, Status.READS: "look at gradients"}
+SAME = {**TOGETHER, Status.READS: "look at gradients"}  # that, too, though a step that failed is refused in it
 LAYER_S = 5.0  # seconds after which a rank that gives up a step closes its connections, where layers wait for it
 SAME_LOSS = 1e-3  # relative: ranks of a tp group compute one loss from the same numbers; devices of two kinds may round
 BITS = 48

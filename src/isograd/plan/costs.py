@@ -266,7 +266,7 @@ class Costs:
     def _summed(self, sparse: bool) -> float:
         """Gradients of a micro-batch are read, their sums read and written."""
         work = self.work
-        if work.micro_batches == work.reductions or work.profile.fused_sums or not work.profile.keeps_gradients:
+        if not work.keeps_whole or work.profile.fused_sums or not work.profile.keeps_gradients:
             return 0.0
         wide = max(work.profile.gradient_bytes, work.sum_bytes if work.dtype == "fp64" else 0)
         return of_block(work, self.layout, sparse).all * (work.size + 2 * wide) / self._peaks[2]

@@ -72,7 +72,7 @@ def waiting_buckets(work: Work, layout: Layout, index: int) -> float:
     during backward (ZeRO 1 and 2, one micro-batch or `sharded`, no pipeline), all gradients of the rank are in memory
     at its end. At ZeRO 3 the next block waits for the one before, and elsewhere gradients are kept whole anyway."""
     mine, data = params_on_rank(work, layout, index), layout.dp * layout.cp
-    if layout.zero not in (1, 2) or data == 1 or work.micro_batches > work.reductions or layout.pp > 1:
+    if layout.zero not in (1, 2) or data == 1 or work.keeps_whole or layout.pp > 1:
         return 0.0
     _, gathered = _whole_at_once(work, layout, index)
     return max(0.0, work.sum_bytes * (mine.all - gathered) - BUCKETS)
@@ -101,8 +101,7 @@ def of_stage(work: Work, layout: Layout, index: int) -> Memory:
     largest, gathered = _whole_at_once(work, layout, index)
     muon = mine.matrices if work.muon else 0
     sizes = (mine.all, owned, gathered, muon)
-    whole = work.micro_batches > work.reductions
-    parameters, gradients, optimizer = states(layout, work.size, *sizes, whole=whole, ema=work.ema)
+    parameters, gradients, optimizer = states(layout, work.size, *sizes, whole=work.keeps_whole, ema=work.ema)
     if work.profile != FrameworkProfile():  # another program's sums of gradients
         whole = layout.zero == 3 and layout.pp > 1 and work.profile.whole_in_pipeline
         rows = mine.all if whole or work.profile.keeps_gradients else owned + largest

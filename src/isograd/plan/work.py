@@ -78,6 +78,11 @@ class Work:
         return self.micro_batches if self.accumulate == "sharded" else 1
 
     @property
+    def keeps_whole(self) -> bool:
+        """Whether whole gradients are kept between micro-batches."""
+        return self.micro_batches > self.reductions
+
+    @property
     def size(self) -> int:
         """Bytes of an activation."""
         return SIZES[self.dtype]
