@@ -3,9 +3,10 @@
     python -m benchmarks.soak --work FOLDER --minutes 60         a segment; the same words again are the next one
 
 Each segment runs `isograd train` with `after_death: replace`, and does to it from outside, at random moments: `kill -9`
-of one or two ranks, SIGSTOP of a rank until it counts as dead, SIGSTOP of the job as one and SIGCONT later, and a disk
-of checkpoints that is slow, full, fails at a flush, or lies (a flush says that all is well, and half of the file is
-gone). At its end it sends SIGTERM. The next segment has the next layout. Then the undisturbed run comes as far.
+of one or two ranks, SIGSTOP of a rank until it counts as dead, SIGSTOP of the job as one and SIGCONT later, a clock that
+jumps by up to two days, and a disk of checkpoints that is slow, full, fails at a flush, or lies (a flush says that all
+is well, and half of the file is gone). At its end it sends SIGTERM. The next segment has the next layout. Then the
+undisturbed run comes as far.
 
 Said at the end of each segment, and written into FOLDER/found.json:
 
@@ -14,7 +15,8 @@ Said at the end of each segment, and written into FOLDER/found.json:
 - memory, open files and threads of each process that lived long enough: the last quarter over the second one; - each
 end of the command that was no stop_request of the soak, and each time at which no step came for `--hang` seconds.
 
-The faults of a disk are put into the ranks by this script: a rank looks at a file before each step (`Disk`).
+The faults of a disk are put into the ranks by this script: a rank looks at a file before each step (`Disk`). So are those
+of the clock, into the command as well: `time.time` adds what another file says (`jumping`).
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from isograd.train.run import start
 from isograd.train.run.signals import STOPPED
 
 LAYOUTS = ("dp8 zero1", "dp4 tp2 sp zero1", "dp8 zero3", "dp2 cp2 tp2 zero1", "dp4 pp2 zero1", "dp8")
+CLOCKS = (-86400.0, 0.0, 86400.0)  # seconds that the clock is wrong by
 DISKS = ("slow", "full", "fails", "lies")
 STALL_S, WAIT_S = 15.0, 60.0
 MOST = 10**6  # steps: more than any soak comes to
@@ -79,6 +82,7 @@ class Disk:
 
             fsync.soak = True  # type: ignore[attr-defined]
             os.fsync = fsync
+            jumping(self.said.with_name("clock"))
 
     def does(self, file: int) -> None:
         """After a flush."""
@@ -95,8 +99,21 @@ class Disk:
                     os.ftruncate(file, os.fstat(file).st_size // 2)
 
 
+def jumping(said: Path) -> None:
+    """Let this process's clock be wrong by the seconds that a file names, if there is one."""
+    real = time.time
+
+    def now() -> float:
+        with suppress(FileNotFoundError, ValueError):
+            return real() + float(said.read_text())
+        return real()
+
+    time.time = now
+
+
 def train(words: list[str], said: Path) -> int:
     """`isograd train` whose ranks look at the file."""
+    jumping(said.with_name("clock"))
     done_here = start._done_here
     start._done_here = lambda config, ranks, orders: done_here(config, ranks, replace(orders, before_step=Disk(said)))
     return cli(["train", *words])
@@ -162,6 +179,7 @@ class Segment:
     def __init__(self, home: Path, layout: str, chance: random.Random, hang: float) -> None:
         self.home, self.chance, self.hang = home, chance, hang
         self.run, self.disk = home / "run", home / "disk"
+        self.clock = home / "clock"
         self.words = command(home, self.run, layout, SAFE)
         self.did: dict[str, int] = {}
         self.wrong: list[str] = []
@@ -180,6 +198,7 @@ class Segment:
                 process.popen.wait()
                 self.grown += process.grown()
         self.disk.unlink(missing_ok=True)
+        self.clock.unlink(missing_ok=True)
 
     def _plague(self, process: Process, end: float) -> None:
         came, step, coming = time.monotonic(), -1, time.monotonic() + 20
@@ -219,7 +238,7 @@ class Segment:
 
     def _do(self, process: Process) -> bool:
         """One fault; whether it is one of the disk, after which the command may end with an error."""
-        what = self.chance.choice(("kill", "kill", "kill two", "stop", "suspend", "disk"))
+        what = self.chance.choice(("kill", "kill", "kill two", "stop", "suspend", "clock", "disk"))
         ranks = process.ranks()
         self.chance.shuffle(ranks)
         if what == "disk":
@@ -227,6 +246,8 @@ class Segment:
             self.disk.write_text(what.split()[1])
             time.sleep(self.chance.uniform(5, 20))
             self.disk.unlink()
+        elif what == "clock":
+            self.clock.write_text(f"{self.chance.choice(CLOCKS)}")
         elif what == "suspend":
             everyone = process.everyone()
             process.signal(everyone, signal.SIGSTOP)
