@@ -3,9 +3,9 @@
     python -m benchmarks.soak --work FOLDER --minutes 60         a segment; the same words again are the next one
 
 Each segment runs `isograd train` with `after_death: replace`, and does to it from outside, at random moments: `kill -9`
-of one or two ranks, SIGSTOP of a rank until it counts as dead, SIGSTOP of the job as one and SIGCONT later, a clock that
-jumps by up to two days, and a disk of checkpoints that is slow, full, fails at a flush, or lies (a flush says that all
-is well, and half of the file is gone). At its end it sends SIGTERM. The next segment has the next layout. Then the
+of one or two ranks, SIGSTOP of a rank until it counts as dead, SIGSTOP of the job as one and SIGCONT later, a clock
+that jumps by up to two days, and a disk of checkpoints that is slow, full, fails at a flush, or lies (a flush says that
+all is well, and half of the file is gone). At its end it sends SIGTERM. The next segment has the next layout. Then the
 undisturbed run comes as far.
 
 Said at the end of each segment, and written into FOLDER/found.json:
@@ -15,8 +15,8 @@ Said at the end of each segment, and written into FOLDER/found.json:
 - memory, open files and threads of each process that lived long enough: the last quarter over the second one; - each
 end of the command that was no stop_request of the soak, and each time at which no step came for `--hang` seconds.
 
-The faults of a disk are put into the ranks by this script: a rank looks at a file before each step (`Disk`). So are those
-of the clock, into the command as well: `time.time` adds what another file says (`jumping`).
+The faults of a disk are put into the ranks by this script: a rank looks at a file before each step (`Disk`). So are
+those of the clock, into the command as well: `time.time` adds what another file says (`jumping`).
 """
 
 from __future__ import annotations
