@@ -55,9 +55,12 @@ def test_tokens_of_another_tokenizer_than_that_of_the_models_folder_are_refused(
     refuse_data(config_of(tmp_path / "run", tokens, {"path": str(model), "weights": False, "code": "isograd"}))
     (tmp_path / "a.txt").write_text("some words of a text " * 40)
     build(tmp_path / "bytes", [tmp_path / "a.txt"])
-    refuse_data(config_of(tmp_path / "run", tmp_path / "bytes", {"path": str(model)}, adapter=LORA, task="language"))
+    of_bytes = config_of(tmp_path / "run", tmp_path / "bytes", {"path": str(model)}, adapter=LORA, task="language")
+    with pytest.raises(IsogradError, match=r"IG908[\s\S]*bytes: bytes, 257 tokens[\s\S]*--tokenizer"):
+        refuse_data(of_bytes)
     (model / "tokenizer.json").unlink()
     refuse_data(config)
+    refuse_data(of_bytes)
 
 
 def test_a_tokenizer_that_differs_in_its_template_or_in_added_tokens_is_the_models(tmp_path: Path) -> None:

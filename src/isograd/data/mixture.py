@@ -264,10 +264,11 @@ def read_tokenizer(data: Sourced) -> Callable[[Sequence[int]], str]:
 
 
 def refuse_other_tokenizer(data: Sourced, model: Path, fix: str | None) -> None:
-    """Raise IG908 if tokens, not those of bytes, are of another tokenizer than a model's folder has."""
+    """Raise IG908 if tokens are of another tokenizer than a model's folder has."""
     first = Path(data.sources[0].path)
     recipe = read(first).recipe
-    if recipe.vocabulary.sha256 is None or not (model / TOKENIZER).is_file() or same_ids([first, model]):
+    of_bytes = recipe.vocabulary.sha256 is None
+    if not (model / TOKENIZER).is_file() or (not of_bytes and same_ids([first, model])):
         return
     more = ["--chat"] if recipe.template else ["--documents", recipe.documents, "--text-key", recipe.text_key]
     inputs = [shlex.quote(one.path) for one in recipe.inputs] if len(recipe.inputs) < 9 else ["INPUT..."]
