@@ -84,10 +84,63 @@ def test_what_would_train_otherwise_is_refused_by_name(tmp_path: Path, capsys) -
     assert "did you mean 'learning_rate'" in said and not (tmp_path / "run.yaml").exists()
 
 
+TRL = {
+    "use_peft": True,
+    "load_in_4bit": True,
+    "packing": True,
+    "packing_strategy": "bfd_split",
+    "assistant_only_loss": True,
+}
+AXOLOTL = {
+    "base_model": "HuggingFaceTB/SmolLM2-135M", "adapter": "qlora", "load_in_4bit": True, "lora_r": 32,
+    "lora_alpha": 16, "lora_target_linear": True, "val_set_size": 0.05,
+    "datasets": [{"path": "mine.jsonl", "type": "chat_template"}],
+    "sequence_len": 2048, "sample_packing": True, "micro_batch_size": 2, "gradient_accumulation_steps": 4,
+    "num_epochs": 1, "optimizer": "adamw_bnb_8bit", "lr_scheduler": "cosine", "learning_rate": 2e-4, "bf16": "auto",
+    "tf32": False, "flash_attention": True, "train_on_inputs": False, "strict": False, "evals_per_epoch": 4,
+    "wandb_project": "", "output_dir": "out", "warmup_ratio": 0.1, "gradient_checkpointing": True,
+}  # fmt: skip
+
+
+def test_what_trl_and_axolotl_call_quantised_adapters_packs_and_answers(tmp_path: Path, capsys) -> None:
+    (tmp_path / "args.yaml").write_text(yaml.safe_dump({"max_steps": 9, "model_name_or_path": "a/b", **TRL}))
+    assert main(["config", "from", str(tmp_path / "args.yaml"), str(tmp_path / "trl.yaml")]) == 0
+    made = load(tmp_path / "trl.yaml").config
+    assert made.adapter is not None and made.data is not None
+    assert (made.task, made.adapter.base_bits, made.data.packing) == ("chat", 4, "documents")
+    assert "adapter" not in convert({"max_steps": 9, "use_peft": False, "lora_r": 8}, None)[0]
+
+    (tmp_path / "ax.yaml").write_text(yaml.safe_dump(AXOLOTL))
+    assert main(["config", "from", str(tmp_path / "ax.yaml"), str(tmp_path / "made.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert all(f"open        {name}" in said for name in ("datasets", "num_epochs", "bf16", "evals_per_epoch"))
+    made = load(tmp_path / "made.yaml").config
+    assert made.adapter is not None and made.data is not None
+    assert (made.adapter.rank, made.adapter.base_bits, made.adapter.targets) == (32, 4, "all-linear")
+    assert (made.task, made.batch, made.micro_batches, made.data.length) == ("chat", 8, 4, 2048)
+    assert (made.data.packing, made.data.held_out, made.optimizer.name) == ("whole", 0.05, "adamw_8bit")
+
+
+@pytest.mark.parametrize(("loss", "task"), [("sigmoid", "preference"), ("ipo", "preference"), ("nll", "language")])
+def test_losses_of_trl_are_those_of_a_task_or_refused(loss: str, task: str) -> None:
+    found, rows = convert({"max_steps": 3, "loss_type": loss, "beta": 0.2}, None)
+    assert found.get("task", "language") == task and not [row for row in rows if row.fate == "refused"]
+    assert found.get("preference", {}).get("beta") == (0.2 if task == "preference" else None)
+    assert [row.fate for row in convert({"loss_type": "dft"}, None)[1] if row.key == "loss_type"] == ["refused"]
+
+
 def test_names_are_those_of_the_installed_libraries() -> None:
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     theirs = set(transformers.TrainingArguments.__dataclass_fields__) | set(peft.LoraConfig.__dataclass_fields__)
     # "args" of scripts, of TRL, and of callbacks; and what older releases had
     others = {"early_stopping_patience", "lora_r", "dataset_name", "train_file", "overwrite_output_dir"}
-    others |= {"logging_dir", "save_safetensors"}
+    others |= {"logging_dir", "save_safetensors", "dataset_config", "dataset_train_split", "dataset_test_split"}
+    others |= {
+        "strict",
+        "flash_attention",
+        "lora_task_type",
+        "evals_per_epoch",
+        "saves_per_epoch",
+    }  # of axolotl, of TRL
+    others |= {"beta", "dataset_num_proc", "dataset_text_field", "padding_free", "attn_implementation", "eval_packing"}
     assert {*COUNTS, *NUMBERS, *FLAGS, *IDLE, *OPEN} - others <= theirs

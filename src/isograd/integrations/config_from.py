@@ -1,7 +1,7 @@
 """`isograd config from FILE`: the config of another program as a run's config, with the fate of every key.
 
     isograd config from ds_config.json run.yaml --ranks 8     # DeepSpeed
-    isograd config from args.yaml                             # transformers' Trainer, TRL, peft
+    isograd config from args.yaml                             # transformers' Trainer, TRL, peft, axolotl
     isograd config from train.sh                              # Megatron-LM: arguments, or the script that has them
     isograd config from 20B.yml                               # GPT-NeoX
     isograd config from default_config.yaml                   # accelerate, FSDP
@@ -43,6 +43,7 @@ KINDS: dict[str, Convert] = {
 TELLING = {
     "accelerate": ("distributed_type", "compute_environment"),
     "neox": ("num_layers", "num-layers", "pipe_parallel_size", "pipe-parallel-size"),
+    "trainer": ("base_model", "model_name_or_path"),
     "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "optimizer"),
 }
 
