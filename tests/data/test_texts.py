@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,25 @@ def test_parquet_gives_its_rows_and_nulls_are_empty(tmp_path: Path, shard: int) 
     assert refusal([path], key="n").code == "IG920"
     path.write_bytes(path.read_bytes()[:-8])
     assert refusal([path]).code == "IG920"
+
+
+def test_a_parquet_file_is_opened_once_for_a_shard_however_many_groups_it_has(tmp_path: Path, monkeypatch) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path, opened = tmp_path / "a.parquet", []
+    parquet.write_table(pyarrow.table({"text": ["a", "b"] * 50}), path, row_group_size=1)
+    whole = parquet.ParquetFile
+    monkeypatch.setattr(parquet, "ParquetFile", lambda *a, **k: opened.append(1) or whole(*a, **k))
+    assert texts_of([path], 10_000) == ["a", "b"] * 50
+    assert len(opened) == 2  # to cut it, and to read it
+    parquet.write_table(pyarrow.table({}), path)
+    assert refusal([path]).code == "IG920"
+
+
+def test_a_name_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"b\xff.txt")).write_text("text")
+    assert refusal([tmp_path]).code == "IG910"
 
 
 def test_folders_are_read_in_the_order_of_their_names_and_small_files_share_a_shard(tmp_path: Path) -> None:

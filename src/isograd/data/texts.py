@@ -19,7 +19,7 @@ import json
 import os
 import resource
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -74,8 +74,9 @@ def find_inputs(given: list[str], out: Path, chats: bool = False) -> tuple[Input
         if chats and path.suffix not in (*JSON_LINES, ".parquet"):
             raise _no_input(path, f"a file {path.suffix!r}", "conversations stand in .jsonl or .parquet files")
         try:
+            str(path).encode()
             state = path.stat()
-        except OSError as error:
+        except (OSError, UnicodeEncodeError) as error:
             raise _no_input(path, str(error)) from error
         if not state.st_size:
             raise DataError("IG911", seen="0 bytes", path=path)
@@ -101,14 +102,18 @@ def _too_large(path: Path, start: int, largest: int) -> DataError:
 def cut(recipe: Recipe, largest: int = LARGEST) -> list[list[InputPart]]:
     """What each shard is made of: neighbouring parts of about shard_bytes together. largest: bytes of a document."""
     shards: list[list[InputPart]] = []
-    filled = recipe.shard_bytes
+    filled = 0
     for number, one in enumerate(recipe.inputs):
         for part in _parts(number, one, recipe, largest):
-            if filled + part.weight > recipe.shard_bytes:
+            if not shards or filled + part.weight > recipe.shard_bytes:
                 shards.append([])
                 filled = 0
-            shards[-1].append(part)
             filled += part.weight
+            last = shards[-1][-1] if shards[-1] else None
+            if last is not None and (last.input, last.stop) == (number, part.start):  # a parquet file is opened once
+                shards[-1][-1] = replace(last, stop=part.stop, weight=last.weight + part.weight)
+            else:
+                shards[-1].append(part)
     return shards
 
 
