@@ -203,8 +203,14 @@ def test_options_that_no_family_has_are_refused_at_an_export_and_wrong_ones_at_o
     with pytest.raises(ConfigError, match=r"IG616(.|\n)*gated False"):
         to_hf_config(dataclasses.replace(plain, gated=False))
     with pytest.raises(ConfigError) as caught:
-        dataclasses.replace(plain, full_layers=(2, 1), sliding_window=0, norm="pots", rope_theta=-1.0)
-    for words in ("full_layers must be ascending", "sliding_window must be at least 1", "'pots'", "must be positive"):
+        dataclasses.replace(plain, full_layers=(2, 1), sliding_window=0, norm="pots", rope_theta=-1.0, head_dim=-1)
+    for words in (
+        "head_dim must be positive",
+        "full_layers must be ascending",
+        "sliding_window must be at least 1",
+        "'pots'",
+        "must be positive",
+    ):
         assert words in str(caught.value)
     with pytest.raises(ConfigError, match="did you mean 'sliding_window'"):
         TransformerConfig.from_dict({**dataclasses.asdict(plain), "sliding_windows": 3})

@@ -47,9 +47,8 @@ class TransformerConfig(AttentionConfig):
     def __post_init__(self) -> None:
         if wrong := mistyped(vars(self), kinds_of(self)):
             raise ConfigError("IG601", "invalid model config: " + "; ".join(wrong), fix="fix every point")
-        problems = [
-            f"{n} must be positive" for n in ("vocab", "hidden", "layers", "heads", "mlp") if getattr(self, n) < 1
-        ]
+        counts = ("vocab", "hidden", "layers", "heads", "head_dim", "mlp", "max_positions")
+        problems = [f"{n} must be positive" for n in counts if (x := getattr(self, n)) is not None and x < 1]
         every = [(part, f.name) for part in (self, self.experts) if part for f in dataclasses.fields(part)]
         sizes = {name: n for part, name in every if type(n := getattr(part, name)) is int}
         problems += [f"{name} {n} is beyond any model" for name, n in sizes.items() if not -1 <= n <= LARGEST]
