@@ -78,6 +78,9 @@ def behind(layout: str, way: str, handler: str) -> tuple[list[int], list[str], f
         engine.backward(*model(x, fails))
         if way == "after" and fails is not None:
             raise fails
+        for number, _ in enumerate(engine.grads().items() if way == "grads" else ()):
+            if number == 1 and fails is not None:
+                raise fails
         engine.step()
 
     for step in range(STEPS):
@@ -99,7 +102,7 @@ def behind(layout: str, way: str, handler: str) -> tuple[list[int], list[str], f
 
 PLACES = [
     (way, where)
-    for way in ("backward", "train_step", "ctrl-c", "after", "loader")
+    for way in ("backward", "train_step", "ctrl-c", "after", "loader", "grads")
     for where in ("inside", "behind", "both")
 ]
 

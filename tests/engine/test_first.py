@@ -193,6 +193,15 @@ def test_what_nobody_knows_the_values_of_is_refused(worlds, tmp_path: Path) -> N
         assert worlds(2).run(code_of, action) == [code, code]
 
 
+def test_stored_integers_are_no_weights(worlds, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save(tmp_path, 36, 3)
+    for file in tmp_path.glob("*"):
+        save_file({n: t.to(torch.int8) if t.dim() == 2 else t for n, t in load_file(str(file)).items()}, str(file))
+    assert worlds(2).run(code_of, partial(other_shape, str(tmp_path))) == ["IG420", "IG420"]
+
+
 def offloaded(layout: str, offload: bool) -> tuple[dict[str, Tensor], list[str]]:
     import warnings
 

@@ -403,9 +403,9 @@ class Engine:
     @torch.no_grad()
     def grads(self) -> Gradients:
         """Full gradients of the mean loss by name, before clipping; all ranks call it, and look up the same names."""
-        table = self._gather_step_status(Status.READS)
-        totals, _ = self._read(table, self._reduce(table))
-        return Gradients(self.plan, self.step_state, self.mesh, totals.scale)
+        meet = partial(self._gather_step_status, Status.READS)
+        totals, _ = self._read(table := meet(), self._reduce(table))
+        return Gradients(self.plan, self.step_state, self.mesh, totals.scale, meet)
 
     @property
     def _device(self) -> torch.device:

@@ -84,6 +84,11 @@ class FirstValues:
         box, name, make = _cut(contract, self.mesh, cut), self._stored.get(record.name), init_fn_of(parameter)
         if self.weights is not None and name is not None:
             value = self.weights.read(name, contract.shape, box)
+            if parameter.is_floating_point() and not value.is_floating_point():  # quantised, without a word of it
+                seen = f"{name} is {value.dtype}"
+                raise EngineError(
+                    "IG420", "these weights are not this model's", seen=seen, expected="numbers in floats"
+                )
         elif parameter.is_meta and make is not None:
             value = make(box, self.mesh.device)
         else:
