@@ -307,10 +307,9 @@ class Engine:
     def evaluate(self, batch: Any, micro_batches: int | None = None) -> Evaluation:
         """The mean loss of all data ranks' batches, under any layout; train or eval mode is the caller's choice."""
         micros, pipeline = batches.micro_batches(batch, micro_batches), self.pipeline
-        waits = self.mesh.layers_wait or self._units is not None  # other ranks, for this one's forward
         try:
             with self._inputs.evaluating():
-                with abort_group_on_interrupt() if waits else nullcontext():
+                with abort_group_on_interrupt() if self.mesh.layers_wait else nullcontext():  # for this one's forward
                     self._check_lockstep("begins an evaluation")  # its forwards would pass for those of a step
                     results = pipeline.evaluate(micros) if pipeline else [batches.call(self.model, m) for m in micros]
                 mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))

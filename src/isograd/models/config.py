@@ -60,6 +60,7 @@ class TransformerConfig(AttentionConfig):
             for f in dataclasses.fields(self)
             if isinstance(x := getattr(self, f.name), float) and not math.isfinite(x)
         ]
+        problems += [] if self.norm_eps >= 0 else [f"norm_eps must not be negative, not {self.norm_eps}"]
         if self.norm not in ("rms", "layer"):
             problems.append(f"norm is 'rms' or 'layer', not {self.norm!r}")
         if self.positions not in ("rotary", "learned"):
