@@ -15,7 +15,6 @@ reduced at once, into their owners' rows; at 0 and 1 those of a whole step are r
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import warnings
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,108 +34,21 @@ from isograd.core.contract import Contract, contract_of
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Stats
 from isograd.errors import IntegrationError
-from isograd.integrations.deepspeed.settings import Settings, read
+from isograd.integrations.deepspeed.settings import Settings, refuse
 from isograd.integrations.optimizer import EngineOptimizer, load_state, on_shards, save_state
 from isograd.integrations.shared_rows import CutModels, whole_state
 from isograd.integrations.weights import LabelCounter
-from isograd.integrations.world import mesh_for, name_failed_rank, name_failed_rank_in_forward
+from isograd.integrations.world import name_failed_rank, name_failed_rank_in_forward
 from isograd.io.atomic import replace_text
-from isograd.io.untrusted import CONFIG, read_json, read_text
+from isograd.io.untrusted import read_text
 
 FOLDER, LATEST = "isograd", "latest"  # of a checkpoint's folder: the engine's state; and of all: the newest one's name
 
 
-def init_distributed(*_: Any, **__: Any) -> None:
-    """Joins the world that torchrun has started, as `initialize` does; the arguments are DeepSpeed's."""
-    mesh_for(None)
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """DeepSpeed's options of a command line: --deepspeed, --deepspeed_config FILE."""
-    group = parser.add_argument_group("DeepSpeed", "with isograd.integrations.deepspeed")
-    group.add_argument("--deepspeed", action="store_true", help="taken, and of no effect")
-    group.add_argument("--deepspeed_config", type=str, default=None, help="DeepSpeed's JSON file")
-    return parser
-
-
-def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
-    model_parameters: Any = None,
-    training_data: Dataset[Any] | None = None,
-    lr_scheduler: Any = None,
-    distributed_port: int | None = None,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[..., Any] | None = None,
-    config: str | Path | Mapping[str, Any] | None = None,
-    mesh_param: Any = None,
-    config_params: str | Path | Mapping[str, Any] | None = None,
-    *,
-    layout: str | None = None,
-) -> tuple[LoopEngine, EngineOptimizer, DataLoader[Any] | None, Any]:
-    """(engine, optimizer, loader, scheduler), as deepspeed.initialize; the arguments are the same.
-
-    The config's ZeRO stage is the layout, over all ranks that torchrun has started, and the sizes of its
-    sequence_parallel_size and autotp_size, of an mpu, or of a mesh_param. layout: "dp2 tp2 sp zero1" and the like says
-    the same in isograd's words, and dp, cp, tp and ep. What cannot be kept is refused.
-    """
-    mesh = mesh_for(None)
-    given = next(
-        (one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None), None
-    )
-    if given is None:
-        _refuse("no config", "config=..., a file or a dict; or args.deepspeed_config", mesh)
-    if not isinstance(given, str | Path | Mapping):
-        _refuse(f"a {type(given).__name__} as config", "a file, or a dict", mesh)
-    if not isinstance(model, nn.Module) or hasattr(model, "mpu"):
-        _refuse(f"a {type(model).__name__} as model", "an nn.Module; pipelines: ig.hf.load under pp", mesh)
-    values = dict(given) if isinstance(given, Mapping) else read_json(given, CONFIG, follow=True)
-    settings = read(values, mesh.layout.world_size, _layout_of_groups(layout, mpu, mesh_param, mesh))
-    mesh = mesh_for(settings.layout, "dp cp tp ep")
-    for axis, names in GROUPS.items():
-        rank = _ask(mpu, names, "rank")
-        if rank not in (None, mesh.index(axis)):
-            seen = f"an mpu whose {names[0]} groups are not those of {str(mesh.layout)!r}: it is rank {rank} of one"
-            _refuse(seen, f"rank {mesh.index(axis)}, as tp ranks are neighbours, and then cp ranks", mesh)
-    engine = LoopEngine(model, settings, mesh, optimizer, model_parameters, lr_scheduler)
-    loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    engine.training_dataloader = loader
-    return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
-GROUPS = {"cp": ("sequence",), "tp": ("tensor_model", "model"), "pp": ("pipeline_model", "pipe")}  # as an mpu has them
-
-
-def _ask(mpu: Any, names: tuple[str, ...], what: str) -> int | None:
-    """The rank or the world_size of this rank in one of an mpu's groups; None: it has no such groups."""
-    asked = (getattr(mpu, f"get_{name}_parallel_{what}", None) for name in names)
-    return next((int(ask()) for ask in asked if ask is not None), None)
-
-
-def _layout_of_groups(layout: str | None, mpu: Any, mesh_param: Any, mesh: Mesh) -> str:
-    """In words: a layout, or DeepSpeed's own: an mpu with groups, (data, sequence) sizes."""
-    if (layout is not None) + (mpu is not None) + (mesh_param is not None) > 1:
-        _refuse("two of layout, mpu and mesh_param", "one of them, or the sizes in the config", mesh)
-    if mesh_param is not None:
-        return f"dp{int(mesh_param[0])} cp{int(mesh_param[1])}"
-    sizes = {axis: _ask(mpu, names, "world_size") for axis, names in GROUPS.items()}
-    if mpu is not None and (set(sizes.values()) == {None} or (sizes["pp"] or 1) > 1):
-        _refuse(
-            "an mpu without groups, or with a pipeline",
-            "get_sequence_parallel_world_size() or get_tensor_model_parallel_world_size()",
-            mesh,
-        )
-    return layout or " ".join(f"{axis}{size}" for axis, size in sizes.items() if size is not None)
-
-
-def _refuse(seen: str, expected: str, mesh: Mesh) -> NoReturn:
-    raise IntegrationError("IG868", seen=seen, expected=expected, where=mesh.describe_rank())
-
-
 class LoopEngine(nn.Module):
     """What `initialize` returns first. `engine` is isograd's; what this has not is looked for in the module."""
+
+    shuffles = True  # the loaders of `deepspeed_io`
 
     def __init__(
         self, model: nn.Module, settings: Settings, mesh: Mesh, optimizer: Any, parameters: Any, scheduler: Any
@@ -148,7 +60,7 @@ class LoopEngine(nn.Module):
         self.module, self._cut_models = model, CutModels(mesh)
         make = optimizer if optimizer is not None else settings.optimizer
         if make is None:
-            _refuse("no optimizer", "optimizer=..., or one in the config", mesh)
+            refuse("no optimizer", "optimizer=..., or one in the config", mesh)
         ready = isinstance(make, torch.optim.Optimizer) or parameters is not None
         made = self._made(make, parameters) if ready else None
         self._cut_models.cut(model)
@@ -162,7 +74,7 @@ class LoopEngine(nn.Module):
         self.optimizer = EngineOptimizer(self.engine, self._stepped, self._refuse_to_drop)
         plan = scheduler if scheduler is not None else settings.schedule
         self.lr_scheduler: Any = plan(self.engine.optimizer) if callable(plan) else plan
-        self.training_dataloader: DataLoader[Any] | None = None
+        self.training_dataloader: Any = None
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._of_step = (0, 0)  # the step under way, by the engine's count, and how many of its micro-batches are over
         self._boundary: bool | None = None  # as the loop has said; None: counted
@@ -175,7 +87,7 @@ class LoopEngine(nn.Module):
         try:
             made: torch.optim.Optimizer = make if isinstance(make, torch.optim.Optimizer) else make(parameters)
         except (TypeError, ValueError) as error:
-            _refuse(f"an optimizer whose options torch refuses: {error}", "options of the right kinds", self.mesh)
+            refuse(f"an optimizer whose options torch refuses: {error}", "options of the right kinds", self.mesh)
         return made
 
     def __getattr__(self, name: str) -> Any:
@@ -185,7 +97,7 @@ class LoopEngine(nn.Module):
             if name == "module":
                 raise
             if name in NOT_HERE:
-                _refuse(f"engine.{name}", "engine(...), engine.backward(loss, weight=...) and engine.step()", self.mesh)
+                refuse(f"engine.{name}", "engine(...), engine.backward(loss, weight=...) and engine.step()", self.mesh)
             if name in OF_CONFIG:
                 return partial(OF_CONFIG[name], self.settings)
             return getattr(self.module, name)
@@ -198,7 +110,7 @@ class LoopEngine(nn.Module):
         if not self._cut_models.shares_rows:
             return self.module(*args, **kwargs)
         if args:
-            _refuse("positional arguments", "engine(input_ids=..., labels=..., attention_mask=...)", self.mesh)
+            refuse("positional arguments", "engine(input_ids=..., labels=..., attention_mask=...)", self.mesh)
         batch = {name: value.to(self.device) for name, value in kwargs.items() if isinstance(value, Tensor)}
         return self.module(**batch)
 
@@ -212,7 +124,7 @@ class LoopEngine(nn.Module):
     ) -> Tensor:
         """weight: how many labels (rows, ...) the loss is the mean of. Nothing divides it."""
         if retain_graph or not scale_wrt_gas:
-            _refuse(
+            refuse(
                 f"backward(retain_graph={retain_graph}, scale_wrt_gas={scale_wrt_gas})",
                 "the mean loss of a micro-batch, undivided, once", self.mesh,
             )  # fmt: skip
@@ -250,7 +162,7 @@ class LoopEngine(nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At the boundary of an accumulation the engine's step, on all ranks; else only a count."""
         if not self._syncing:
-            _refuse("step inside no_sync", "step after the with block", self.mesh)
+            refuse("step inside no_sync", "step after the with block", self.mesh)
         over = self._micros_over() + 1
         if not self.is_gradient_accumulation_boundary():
             self._of_step = self.engine.step_state.ended, over
@@ -272,7 +184,7 @@ class LoopEngine(nn.Module):
     def _refuse_to_drop(self) -> None:
         """DeepSpeed's own drops gradients at stage 0, keeps them at others, and counts micro-batches on at all."""
         if self._micros_over() or not self.engine.step_state.empty:
-            _refuse(
+            refuse(
                 "zero_grad in the middle of a step",
                 "none, as a step leaves no gradients; or engine.engine.discard(), which drops the step on all ranks",
                 self.mesh,
@@ -329,11 +241,15 @@ class LoopEngine(nn.Module):
         collate_fn: Callable[..., Any] | None = None, num_local_io_workers: int = 0, **_: Any,
     ) -> DataLoader[Any]:  # fmt: skip
         """A loader of this rank's rows; `loader.sampler.set_epoch` shuffles anew, as DeepSpeed's does."""
-        sampler = data_sampler or DistributedSampler(dataset, self.dp_world_size, self.mesh.index("dp"))
+        sampler = data_sampler or DistributedSampler(dataset, self.dp_world_size, self.mesh.index("dp"), self.shuffles)
         return DataLoader(
             dataset, batch_size or self.settings.micro, sampler=sampler, collate_fn=collate_fn,
             drop_last=self.settings.drop_last, num_workers=num_local_io_workers,
         )  # fmt: skip
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Of the training data that `initialize` was given."""
+        self.training_dataloader = loader
 
     # -- files
 
@@ -366,7 +282,7 @@ class LoopEngine(nn.Module):
         Without the optimizer's state only weights are loaded, and no count.
         """
         if custom_load_fn is not None:
-            _refuse("custom_load_fn", "weights as they were saved", self.mesh)
+            refuse("custom_load_fn", "weights as they were saved", self.mesh)
         place = Path(load_dir)
         latest = place / LATEST
         tag = tag or all_gather_object(read_text(latest, 4096).strip() if latest.is_file() else None, self.mesh)[0]
@@ -405,7 +321,7 @@ class LoopEngine(nn.Module):
     def _name_of(self, tag: object) -> str:
         """A tag is the name of a folder."""
         if not isinstance(tag, str) or tag in ("", ".", "..") or Path(tag).name != tag:
-            _refuse(f"the tag {tag!r} of a checkpoint", "the name of a folder, without a path", self.mesh)
+            refuse(f"the tag {tag!r} of a checkpoint", "the name of a folder, without a path", self.mesh)
         return tag
 
 
