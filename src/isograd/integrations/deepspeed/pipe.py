@@ -230,6 +230,10 @@ class PipelineModule(Stages):
         self.loss_fn, self._speaks = loss_fn, not mesh.index("dp tp")
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func, self._checkpointable = activation_checkpoint_func, checkpointable_layers
+        trained = all_gather_object(sum(p.requires_grad for p in self.parameters()), mesh, "pp")
+        if 0 in trained:
+            seen = f"stages of {partition_method!r} that have {trained} trained parameters"
+            refuse(seen, "some on each: partition_method='parameters', or fewer stages", mesh)
 
     # -- a stage of a micro-batch
 

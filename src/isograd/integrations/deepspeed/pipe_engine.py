@@ -80,7 +80,7 @@ class PipelineEngine(LoopEngine):
         if not any(found):
             raise StopIteration
         if min(found) < count:
-            seen = f"data iterators that ended: ranks 0 to {len(found) - 1} have {found} of {count} micro-batches"
+            seen = f"data iterators that ended: by rank, {found} of {count} micro-batches of a step"
             refuse(seen, f"{count} on every rank, as of RepeatingLoader(loader)", self.mesh)
         return micros
 
