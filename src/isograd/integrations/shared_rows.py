@@ -23,7 +23,6 @@ from isograd.engine.validation import pipeline_of
 from isograd.errors import IntegrationError
 from isograd.hf import BatchPart, attach, shard
 from isograd.integrations.world import mesh_for, refuse
-from isograd.pipeline.stages import Stages
 
 
 class RowParts:
@@ -103,8 +102,6 @@ class CutModels:
     def cut(self, module: nn.Module) -> nn.Module:
         """A model of transformers, or the one that stands in a module of the script's: it is cut under tp, ep and pp,
         attached under cp, and its forward is given whole rows. Returns it, or the module."""
-        if isinstance(module, Stages):  # each rank has built its own
-            return module
         model: nn.Module = next((part for part in module.modules() if hasattr(part, "set_attn_implementation")), module)
         if isinstance(model.forward, RowParts):  # by another loop
             model.forward = model.forward.whole_rows

@@ -112,13 +112,10 @@ class Stages(nn.Module):
         return None if self.weights is None else self.weights(kwargs or args)
 
     def _piece(self, stage: int, x: Any, micro: Any) -> Any:
-        x = self._through(self.parts[stage], self.inputs(micro) if stage == 0 else x)
-        return self.loss(x, micro) if stage == len(self.parts) - 1 else x
-
-    def _through(self, part: range, x: Any) -> Any:
-        for number in part:
+        x = self.inputs(micro) if stage == 0 else x
+        for number in self.parts[stage]:
             x = self.kept[str(number)](*x) if isinstance(x, tuple) else self.kept[str(number)](x)
-        return x
+        return self.loss(x, micro) if stage == len(self.parts) - 1 else x
 
     def forward(self, *args: Any, stage: int | None = None, passed: Any = None, **kwargs: Any) -> Any:
         """The whole model on one rank, which returns (mean, weight); or one stage of it, when a pipeline calls it."""

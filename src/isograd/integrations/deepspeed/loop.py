@@ -15,6 +15,7 @@ reduced at once, into their owners' rows; at 0 and 1 those of a whole step are r
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import warnings
@@ -34,15 +35,106 @@ from isograd.core.contract import Contract, contract_of
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Stats
 from isograd.errors import IntegrationError
-from isograd.integrations.deepspeed.settings import Settings, refuse
+from isograd.integrations.deepspeed.settings import Settings, read, refuse
 from isograd.integrations.optimizer import EngineOptimizer, load_state, on_shards, save_state
 from isograd.integrations.shared_rows import CutModels, whole_state
 from isograd.integrations.weights import LabelCounter
-from isograd.integrations.world import name_failed_rank, name_failed_rank_in_forward
+from isograd.integrations.world import mesh_for, name_failed_rank, name_failed_rank_in_forward
 from isograd.io.atomic import replace_text
-from isograd.io.untrusted import read_text
+from isograd.io.untrusted import CONFIG, read_json, read_text
 
 FOLDER, LATEST = "isograd", "latest"  # of a checkpoint's folder: the engine's state; and of all: the newest one's name
+
+
+def init_distributed(*_: Any, **__: Any) -> None:
+    """Joins the world that torchrun has started, as `initialize` does; the arguments are DeepSpeed's."""
+    mesh_for(None)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """DeepSpeed's options of a command line: --deepspeed, --deepspeed_config FILE."""
+    group = parser.add_argument_group("DeepSpeed", "with isograd.integrations.deepspeed")
+    group.add_argument("--deepspeed", action="store_true", help="taken, and of no effect")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="DeepSpeed's JSON file")
+    return parser
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
+    *,
+    layout: str | None = None,
+) -> tuple[LoopEngine, EngineOptimizer, DataLoader[Any] | None, Any]:
+    """(engine, optimizer, loader, scheduler), as deepspeed.initialize; the arguments are the same.
+
+    The config's ZeRO stage is the layout, over all ranks that torchrun has started, and the sizes of its
+    sequence_parallel_size and autotp_size, of an mpu, or of a mesh_param. layout: "dp2 tp2 sp zero1" and the like says
+    the same in isograd's words, and dp, cp, tp and ep. What cannot be kept is refused.
+    """
+    mesh = mesh_for(None)
+    given = next(
+        (one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None), None
+    )
+    if given is None:
+        refuse("no config", "config=..., a file or a dict; or args.deepspeed_config", mesh)
+    if not isinstance(given, str | Path | Mapping):
+        refuse(f"a {type(given).__name__} as config", "a file, or a dict", mesh)
+    if not isinstance(model, nn.Module) or hasattr(model, "mpu"):
+        refuse(f"a {type(model).__name__} as model", "an nn.Module, or a PipelineModule of deepspeed.pipe here", mesh)
+    values = dict(given) if isinstance(given, Mapping) else read_json(given, CONFIG, follow=True)
+    words, axes = _layout_of_groups(layout, mpu, mesh_param, mesh), "dp cp tp ep"
+    kind: type[LoopEngine] | None = getattr(model, "engine_class", None)  # of a PipelineModule, which is cut already
+    if kind is not None and words:
+        refuse("layout, mpu or mesh_param with a PipelineModule", "PipelineModule(..., topology=...)", mesh)
+    if kind is not None:
+        words, axes = str(model.mesh.layout) if mesh.layout.world_size > 1 else "", "dp tp pp"
+    settings = read(values, mesh.layout.world_size, words)
+    mesh = mesh_for(settings.layout, axes)
+    for axis, names in GROUPS.items():
+        rank = _ask(mpu, names, "rank")
+        if rank not in (None, mesh.index(axis)):
+            seen = f"an mpu whose {names[0]} groups are not those of {str(mesh.layout)!r}: it is rank {rank} of one"
+            refuse(seen, f"rank {mesh.index(axis)}, as tp ranks are neighbours, and then cp ranks", mesh)
+    engine = (kind or LoopEngine)(model, settings, mesh, optimizer, model_parameters, lr_scheduler)
+    if training_data is not None:
+        engine.set_dataloader(engine.deepspeed_io(training_data, collate_fn=collate_fn))
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+GROUPS = {"cp": ("sequence",), "tp": ("tensor_model", "model"), "pp": ("pipeline_model", "pipe")}  # as an mpu has them
+
+
+def _ask(mpu: Any, names: tuple[str, ...], what: str) -> int | None:
+    """The rank or the world_size of this rank in one of an mpu's groups; None: it has no such groups."""
+    asked = (getattr(mpu, f"get_{name}_parallel_{what}", None) for name in names)
+    return next((int(ask()) for ask in asked if ask is not None), None)
+
+
+def _layout_of_groups(layout: str | None, mpu: Any, mesh_param: Any, mesh: Mesh) -> str:
+    """In words: a layout, or DeepSpeed's own: an mpu with groups, (data, sequence) sizes."""
+    if (layout is not None) + (mpu is not None) + (mesh_param is not None) > 1:
+        refuse("two of layout, mpu and mesh_param", "one of them, or the sizes in the config", mesh)
+    if mesh_param is not None:
+        return f"dp{int(mesh_param[0])} cp{int(mesh_param[1])}"
+    sizes = {axis: _ask(mpu, names, "world_size") for axis, names in GROUPS.items()}
+    if mpu is not None and (set(sizes.values()) == {None} or (sizes["pp"] or 1) > 1):
+        refuse(
+            "an mpu without groups, or with a pipeline",
+            "get_sequence_parallel_world_size() or get_tensor_model_parallel_world_size()",
+            mesh,
+        )
+    return layout or " ".join(f"{axis}{size}" for axis, size in sizes.items() if size is not None)
 
 
 class LoopEngine(nn.Module):
@@ -63,7 +155,8 @@ class LoopEngine(nn.Module):
             refuse("no optimizer", "optimizer=..., or one in the config", mesh)
         ready = isinstance(make, torch.optim.Optimizer) or parameters is not None
         made = self._made(make, parameters) if ready else None
-        self._cut_models.cut(model)
+        if not hasattr(model, "engine_class"):
+            self._cut_models.cut(model)
         if made is None:
             made = self._made(make, [p for p in model.parameters() if p.requires_grad])
         self._cut_models.follow(made)
@@ -98,8 +191,10 @@ class LoopEngine(nn.Module):
                 raise
             if name in NOT_HERE:
                 refuse(f"engine.{name}", "engine(...), engine.backward(loss, weight=...) and engine.step()", self.mesh)
-            if name in OF_CONFIG:
-                return partial(OF_CONFIG[name], self.settings)
+            if name in OF_MESH:
+                return OF_MESH[name](self.mesh)
+            if name in SAID:
+                return partial(SAID[name], self)
             return getattr(self.module, name)
 
     # -- a micro-batch
@@ -189,52 +284,6 @@ class LoopEngine(nn.Module):
                 "none, as a step leaves no gradients; or engine.engine.discard(), which drops the step on all ranks",
                 self.mesh,
             )
-
-    def was_step_applied(self) -> bool:
-        """Whether the last step was not skipped."""
-        return self.optimizer.stats is not None and not self.optimizer.step_was_skipped
-
-    def get_global_grad_norm(self) -> float | None:
-        """Of the last step's mean gradient, before clipping."""
-        return None if self.optimizer.stats is None else self.optimizer.stats.grad_norm
-
-    def get_lr(self) -> list[float]:
-        """Of each group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def get_mom(self) -> list[Any]:
-        """Betas, or momentum, of each group."""
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
-
-    def destroy(self) -> None:
-        """Nothing: the engine goes with its last reference."""
-
-    # -- about the world
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's."""
-        return self.mesh.device
-
-    @property
-    def global_rank(self) -> int:
-        """Of the world."""
-        return self.mesh.rank
-
-    @property
-    def local_rank(self) -> int:
-        """On this machine."""
-        return int(os.environ.get("LOCAL_RANK", self.mesh.rank))
-
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-        return self.mesh.layout.world_size
-
-    @property
-    def dp_world_size(self) -> int:
-        """Ranks, or sequence groups of them, that have rows of their own."""
-        return self.mesh.size("dp")
 
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, data_sampler: Any = None,
@@ -327,13 +376,25 @@ class LoopEngine(nn.Module):
 
 NOT_HERE = {"train_batch", "eval_batch", "save_16bit_model", "save_fp16_model", "allreduce_gradients"}
 COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-OF_CONFIG: dict[str, Callable[[Settings], Any]] = {  # methods of DeepSpeed's engine that say what its config says
-    "train_batch_size": lambda settings: settings.batch,
-    "train_micro_batch_size_per_gpu": lambda settings: settings.micro,
-    "gradient_accumulation_steps": lambda settings: settings.steps,
-    "gradient_clipping": lambda settings: settings.clip,
-    "zero_optimization_stage": lambda settings: settings.stage,
-    "zero_optimization": lambda settings: settings.stage > 0,
-    "bfloat16_enabled": lambda settings: settings.bf16,
-    "fp16_enabled": lambda settings: False,
+OF_MESH: dict[str, Callable[[Mesh], Any]] = {  # its properties
+    "device": lambda mesh: mesh.device,
+    "global_rank": lambda mesh: mesh.rank,
+    "local_rank": lambda mesh: int(os.environ.get("LOCAL_RANK", mesh.rank)),  # on this machine
+    "world_size": lambda mesh: mesh.layout.world_size,
+    "dp_world_size": lambda mesh: mesh.size("dp"),  # ranks, or groups of them, that have rows of their own
+}
+SAID: dict[str, Callable[[LoopEngine], Any]] = {  # methods without arguments
+    "was_step_applied": lambda engine: engine.optimizer.stats is not None and not engine.optimizer.step_was_skipped,
+    "get_global_grad_norm": lambda engine: engine.optimizer.stats and engine.optimizer.stats.grad_norm,  # not clipped
+    "get_lr": lambda engine: [group["lr"] for group in engine.optimizer.param_groups],
+    "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in engine.optimizer.param_groups],
+    "destroy": lambda engine: None,  # the engine goes with its last reference
+    "train_batch_size": lambda engine: engine.settings.batch,
+    "train_micro_batch_size_per_gpu": lambda engine: engine.settings.micro,
+    "gradient_accumulation_steps": lambda engine: engine.settings.steps,
+    "gradient_clipping": lambda engine: engine.settings.clip,
+    "zero_optimization_stage": lambda engine: engine.settings.stage,
+    "zero_optimization": lambda engine: engine.settings.stage > 0,
+    "bfloat16_enabled": lambda engine: engine.settings.bf16,
+    "fp16_enabled": lambda engine: False,
 }

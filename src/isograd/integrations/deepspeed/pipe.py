@@ -1,14 +1,16 @@
-"""DeepSpeed's `PipelineModule` with its specs, on isograd's stages (pipeline/stages.py).
+"""DeepSpeed's `PipelineModule` with its specs and its engine, on isograd's stages (pipeline/stages.py).
 
     from isograd.integrations import deepspeed
     from isograd.integrations.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     net = PipelineModule([TiedLayerSpec("embed", nn.Embedding, 101, 32), LayerSpec(Block, 32), ...], num_stages=2,
                          loss_fn=nn.CrossEntropyLoss())
     engine, *_ = deepspeed.initialize(model=net, config="ds_config.json")
-    loss = engine.train_batch(iterator)
+    loss = engine.train_batch(iterator)        # gradient_accumulation_steps micro-batches of (inputs, labels)
 
 A layer is built on the rank that holds it, from a seed of its own, so every layout begins with the same weights. To
 count parameters, and to find those that are tied, it is built on the meta device, where its class allows that.
+Every rank of a pipeline passes an iterator of the same batches; those of other data ranks have their own. Before a
+stage runs, all ranks know that every rank has its micro-batches.
 
 One device: the layers in turn, each of which is given the output of the one before, a tuple as one argument.
 """
@@ -18,20 +20,23 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
+from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as tree
 from torch.utils.checkpoint import checkpoint
 
 from isograd.comm.consensus import all_gather_object
 from isograd.core.mesh import Mesh
-from isograd.integrations.deepspeed.settings import refuse
+from isograd.integrations.deepspeed.loop import LoopEngine
+from isograd.integrations.deepspeed.settings import Settings, refuse
 from isograd.integrations.weights import rows_in
-from isograd.integrations.world import mesh_for
+from isograd.integrations.world import mesh_for, name_failed_rank
 from isograd.pipeline.stages import Stages
 
 
@@ -48,14 +53,13 @@ class LayerSpec:
 
 class TiedLayerSpec(LayerSpec):
     """A layer that has its weights from the first one of the same key: all of them, if it is of the same type; else
-    those that `tied_weight_attr` names."""
+    those that `tied_weight_attr` names. forward_fn(layer, input) is called in the place of the layer."""
 
     def __init__(
         self, key: str, typename: Callable[..., nn.Module], *module_args: Any,
         forward_fn: Callable[[Any, Any], Any] | None = None, tied_weight_attr: str | Sequence[str] = "weight",
         **module_kwargs: Any,
     ) -> None:  # fmt: skip
-        """forward_fn(layer, input) is called in the place of the layer."""
         super().__init__(typename, *module_args, **module_kwargs)
         self.key, self.forward_fn = key, forward_fn
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
@@ -69,33 +73,24 @@ class TiedLayerSpec(LayerSpec):
         return found
 
 
-@dataclass(frozen=True)
-class PipeModelDataParallelTopology:
+class PipeModelDataParallelTopology(NamedTuple):
     """Ranks by stage, then by data rank, then by tp rank, as isograd has them."""
 
     num_pp: int
     num_mp: int
     num_dp: int
 
-    def __str__(self) -> str:
-        return f"dp{self.num_dp} tp{self.num_mp} pp{self.num_pp}"
 
-
-class PipeDataParallelTopology(PipeModelDataParallelTopology):
+def PipeDataParallelTopology(num_pp: int, num_dp: int) -> PipeModelDataParallelTopology:
     """The same without tp."""
-
-    def __init__(self, num_pp: int, num_dp: int) -> None:
-        super().__init__(num_pp, 1, num_dp)
+    return PipeModelDataParallelTopology(num_pp, 1, num_dp)
 
 
-class RepeatingLoader:
-    """An iterator over a loader that begins anew at its end."""
+class RepeatingLoader(Iterator[Any]):
+    """The batches of a loader, which begins anew at its end."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader, self.data_iter = loader, iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         try:
@@ -124,10 +119,8 @@ class _Layers:
 
     def modules(self) -> list[nn.Module | Callable[[], nn.Module]]:
         """For `Stages`: modules, and for each spec a function that makes one."""
-        specs = [
-            partial(self._build, self._first(n)) if isinstance(g, LayerSpec) else g for n, g in enumerate(self.given)
-        ]
-        return [one if isinstance(one, nn.Module | partial) else _Function(one) for one in specs]
+        specs = {n: partial(self._build, self._first(n)) for n, g in enumerate(self.given) if isinstance(g, LayerSpec)}
+        return [specs.get(n) or (g if isinstance(g, nn.Module) else _Function(g)) for n, g in enumerate(self.given)]
 
     def _first(self, number: int, any_type: bool = False) -> int:
         """The first layer of the same key, and of the same type; a layer that is not tied is its own."""
@@ -144,32 +137,26 @@ class _Layers:
         return self._built[number]
 
     def _sketch(self, number: int) -> nn.Module:
-        """A layer without memory; with it, where its class needs values. A function has no parameters."""
+        """A layer without memory; with it, where its class computes with values. A function has no parameters."""
         layer = self.given[number]
         if not isinstance(layer, LayerSpec):
             return layer if isinstance(layer, nn.Module) else nn.Module()
+        with self._generators(), suppress(Exception), torch.device("meta"):
+            return layer.build()
         with self._generators():
-            try:
-                with torch.device("meta"):
-                    return layer.build()
-            except Exception:  # of a class that computes with values; where the layer itself is wrong, it raises again
-                return layer.build()
+            return layer.build()
 
     def costs(self, method: str) -> list[float]:
         """What each layer costs by a partition method."""
-        kind, _, pattern = method.partition(":")
-        numbers, costs = range(len(self.given)), list[float]()
-        if kind.lower() == "parameters":
-            return [float(sum(p.numel() for p in self._sketch(n).parameters() if p.requires_grad)) for n in numbers]
-        if kind.lower() == "uniform":
-            return [1.0 for _ in numbers]
-        if kind.lower() == "type":
+        kind, _, pattern = method.lower().partition(":")
+        sketches = map(self._sketch, range(len(self.given))) if kind == "parameters" else ()
+        costs = [float(sum(p.numel() for p in layer.parameters() if p.requires_grad)) for layer in sketches]
+        if kind in ("uniform", "type"):
             types = [getattr(layer, "typename", type(layer)) for layer in self.given]
-            costs = [float(re.search(pattern, kind.__name__, re.IGNORECASE) is not None) for kind in types]
+            costs = [float(bool(re.search(pattern, getattr(one, "__name__", "").lower()))) for one in types]
         if not any(costs):
-            refuse(
-                f"partition_method={method!r}", "'parameters', 'uniform', or 'type:REGEX' of names of layers' classes"
-            )
+            expected = "'parameters', 'uniform', or 'type:REGEX' of the names of layers' classes"
+            refuse(f"partition_method={method!r}", expected)
         return costs
 
     def ties(self) -> dict[str, str]:
@@ -178,8 +165,8 @@ class _Layers:
         for number in self.tied:
             alike, first = self._first(number), self._first(number, any_type=True)
             layer = self._sketch(alike) if number != first else nn.Module()
-            names = [name for name, _ in layer.named_parameters(remove_duplicate=False)] if number != alike else []
-            found |= {f"{number}.{name}": f"{alike}.{name}" for name in names}
+            names = layer.named_parameters(remove_duplicate=False) if number != alike else ()
+            found |= {f"{number}.{name}": f"{alike}.{name}" for name, _ in names}
             if alike != first:
                 of_first = self.tied[first].tied_names(self._sketch(first))
                 pairs = zip(self.tied[alike].tied_names(layer), of_first, strict=True)
@@ -187,11 +174,102 @@ class _Layers:
         return found
 
 
-_RECOMPUTE = partial(checkpoint, use_reentrant=False)
+class PipelineEngine(LoopEngine):
+    """What `initialize` returns for a PipelineModule."""
+
+    shuffles = False
+    _batch_fn: Callable[[Any], Any] | None = None
+
+    def __init__(self, model: PipelineModule, settings: Settings, *given: Any) -> None:
+        if settings.stage > 1:
+            seen = f"stage {settings.stage} with a PipelineModule, whose gradients add up whole over its micro-batches"
+            refuse(seen, '"zero_optimization": {"stage": 1}', model.mesh)
+        super().__init__(model, settings, *given)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """A step on the next `gradient_accumulation_steps` micro-batches; their mean loss, on all ranks."""
+        micros = self._micros(data_iter, self.settings.steps)
+        self.module.train()
+        with name_failed_rank(self.mesh):
+            stats = self.optimizer.stats = self.engine.train_step(micros)
+        self._stepped(stats)
+        self.micro_steps += len(micros)
+        if self.lr_scheduler is not None and not stats.skipped:
+            self.lr_scheduler.step()
+        return torch.tensor(stats.loss, dtype=torch.float64, device=self.device)
+
+    def eval_batch(
+        self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
+        reduce_output: str = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The mean loss of the next micro-batches, on all ranks, in eval mode and without gradients."""
+        if return_logits or not compute_loss or reduce_output != "avg":
+            refuse("eval_batch of outputs", "eval_batch(data_iter), which returns the mean loss", self.mesh)
+        micros = self._micros(data_iter, num_micro_batches or self.settings.steps)
+        self.module.eval()
+        with name_failed_rank(self.mesh):
+            loss = self.engine.evaluate(micros).loss
+        self.module.train()
+        return torch.tensor(loss, dtype=torch.float64, device=self.device)
+
+    def _micros(self, given: Iterator[Any] | None, count: int) -> list[Any]:
+        """The next micro-batches; where a rank has not as many, all ranks refuse, and nothing has begun."""
+        source, raised, micros = self.training_dataloader if given is None else given, None, list[Any]()
+        try:
+            if not isinstance(source, Iterator):
+                expected = "train_batch(data_iter), with iter(loader), on every rank; or training_data in initialize"
+                refuse(f"a {type(source).__name__} as data_iter", expected, self.mesh)
+            micros += map(self._micro, islice(source, count))
+        except Exception as error:
+            raised = error
+        mine = [len(micros), raised and f"{type(raised).__name__}: {raised}"[:300]]
+        with name_failed_rank(self.mesh):
+            of_ranks = all_gather_object(mine, self.mesh)
+        if raised is not None:
+            raise raised
+        found = [number for number, _ in of_ranks]
+        if not any(found):
+            raise StopIteration
+        if failed := {rank: said or "ended" for rank, (number, said) in enumerate(of_ranks) if number < count}:
+            seen = f"data iterators with {found} of {count} micro-batches, by rank: {failed}"
+            refuse(seen, f"{count} on every rank, as of RepeatingLoader(loader)", self.mesh)
+        return micros
+
+    def _micro(self, batch: Any) -> tuple[Any, Any]:
+        """A batch of a loader as (inputs, labels) on this device."""
+        pair = batch if self._batch_fn is None else self._batch_fn(batch)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            refuse(f"a batch that is a {type(pair).__name__}", "(inputs, labels), each a tensor or a tuple", self.mesh)
+        inputs, labels = (tuple(part) if isinstance(part, list) else part for part in pair)
+        moved: tuple[Any, Any] = tree.tree_map_only(Tensor, lambda t: t.to(self.device), (inputs, labels))
+        return moved
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """`train_batch()` takes its batches, again and again."""
+        self.training_dataloader = RepeatingLoader(loader)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """fn(batch) makes (inputs, labels) of what a loader returns."""
+        self._batch_fn = fn
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first layer."""
+        return self.mesh.index("pp") == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last layer, and computes losses."""
+        return self.mesh.index("pp") == self.mesh.layout.pp - 1
+
+    def _by_parts(self, *_: Any, **__: Any) -> NoReturn:
+        refuse("forward, backward, step or no_sync with a pipeline", "engine.train_batch(data_iter)", self.mesh)
+
+    forward = backward = step = no_sync = set_gradient_accumulation_boundary = _by_parts
 
 
 class PipelineModule(Stages):
     """Layers in stages: specs, modules and functions. A micro-batch is (inputs, labels)."""
+
+    engine_class = PipelineEngine
 
     def __init__(
         self,
@@ -204,7 +282,7 @@ class PipelineModule(Stages):
         base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Callable[..., Any] = _RECOMPUTE,
+        activation_checkpoint_func: Callable[..., Any] = partial(checkpoint, use_reentrant=False),  # noqa: B008
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
     ) -> None:
@@ -214,14 +292,16 @@ class PipelineModule(Stages):
         seed_layers: layer i is built from base_seed + i, as by DeepSpeed; else from a number drawn on rank 0, plus i.
         dynamic_shape: shapes may differ between micro-batches, whatever it says.
         """
-        if num_stages is None and topology is None:
-            refuse("a PipelineModule without num_stages or topology", "num_stages=2")
-        if not isinstance(topology, PipeModelDataParallelTopology | Mesh | None):
-            seen = f"a {type(topology).__name__} as topology"
-            refuse(
-                seen, "PipeDataParallelTopology(num_pp=2, num_dp=2) of isograd.integrations.deepspeed.pipe, or a Mesh"
-            )
-        mesh = topology if isinstance(topology, Mesh) else mesh_for(str(topology or f"pp{num_stages}"), "dp tp pp")
+        if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
+            refuse("a loss_fn with trained parameters, which every stage would have", "them in the last layer")
+        if not isinstance(topology or num_stages, int | PipeModelDataParallelTopology | Mesh):
+            expected = "num_stages=2; or as topology PipeDataParallelTopology(num_pp=2, num_dp=2), or an ig.Mesh"
+            refuse(f"num_stages={num_stages}, topology={topology!r}", expected)
+        if isinstance(topology, Mesh):
+            mesh = topology
+        else:
+            words = f"pp{num_stages}" if topology is None else "pp{} tp{} dp{}".format(*topology)
+            mesh = mesh_for(words, "dp tp pp")
         seed = all_gather_object(base_seed if seed_layers else int(torch.randint(2**31, ())), mesh)[0]
         given = _Layers(list(layers), mesh, seed, seed_fn or torch.manual_seed)
         costs, ties = given.costs(partition_method), given.ties()
@@ -229,28 +309,23 @@ class PipelineModule(Stages):
         self._forward_fns = {number: spec.forward_fn for number, spec in given.tied.items() if spec.forward_fn}
         self.loss_fn, self._speaks = loss_fn, not mesh.index("dp tp")
         self.activation_checkpoint_interval = activation_checkpoint_interval
-        self.activation_checkpoint_func, self._checkpointable = activation_checkpoint_func, checkpointable_layers
+        self.activation_checkpoint_func, self.checkpointable_layers = activation_checkpoint_func, checkpointable_layers
         trained = all_gather_object(sum(p.requires_grad for p in self.parameters()), mesh, "pp")
         if 0 in trained:
             seen = f"stages of {partition_method!r} that have {trained} trained parameters"
             refuse(seen, "some on each: partition_method='parameters', or fewer stages", mesh)
 
-    # -- a stage of a micro-batch
-
-    def _through(self, part: range, x: Any) -> Any:
+    def _piece(self, stage: int, x: Any, micro: Any) -> Any:
+        x, part, is_last = micro[0] if stage == 0 else x, self.parts[stage], stage == len(self.parts) - 1
         interval = self.activation_checkpoint_interval if torch.is_grad_enabled() else 0
-        for start in range(part.start, part.stop, interval or len(part)):
-            numbers = part[start - part.start :][: interval or len(part)]
-            run = partial(self._layers, numbers, isinstance(x, tuple))
-            inputs = x if isinstance(x, tuple) else (x,)
-            x = (
-                self.activation_checkpoint_func(run, *inputs)
-                if interval and self._recomputes(numbers)
-                else run(*inputs)
-            )
-        if isinstance(x, tuple) and len(x) == 1 and part.stop < self.parts[-1].stop:
+        for start in range(0, len(part), interval or len(part)):
+            numbers = part[start : start + (interval or len(part))]
+            run, inputs = partial(self._layers, numbers, isinstance(x, tuple)), x if isinstance(x, tuple) else (x,)
+            recomputes = interval and self._recomputes(numbers)
+            x = self.activation_checkpoint_func(run, *inputs) if recomputes else run(*inputs)
+        if isinstance(x, tuple) and len(x) == 1 and not is_last:
             refuse(f"a tuple of one tensor after layer {part.stop - 1}, between stages", "the tensor", self.mesh)
-        return x
+        return self._weighed(x, micro) if is_last else x
 
     def _layers(self, numbers: range, is_tuple: bool, *inputs: Any) -> Any:
         # A copy: layers may change their input in place, which here is another stage's output, or the script's batch.
@@ -262,21 +337,20 @@ class PipelineModule(Stages):
         return x
 
     def _recomputes(self, numbers: range) -> bool:
-        layers = [self.kept[str(number)] for number in numbers]
-        if self._checkpointable is not None:
-            return all(type(layer).__name__ in self._checkpointable for layer in layers)
+        layers, names = [self.kept[str(number)] for number in numbers], self.checkpointable_layers
+        if names is not None:
+            return all(type(layer).__name__ in names for layer in layers)
         return any(next(layer.parameters(), None) is not None for layer in layers)
 
     def _weighed(self, output: Any, micro: tuple[Any, Any]) -> Any:
         """A loss and what it is the mean of: as loss_fn says; the labels that torch's own loss counts; else rows."""
-        labels = micro[1]
-        found = output if self.loss_fn is None else self.loss_fn(output, labels)
+        labels, loss = micro[1], self.loss_fn
+        found = output if loss is None else loss(output, labels)
         if not isinstance(found, Tensor):
             return found
-        ignored = getattr(self.loss_fn, "ignore_index", None)
-        if ignored is not None and isinstance(labels, Tensor) and not labels.is_floating_point():
-            counted, classes = labels[labels != ignored], getattr(self.loss_fn, "weight", None)
-            return found, counted.numel() if classes is None else classes[counted].sum()
+        if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and not labels.is_floating_point():
+            counted = labels[labels != loss.ignore_index]
+            return found, counted.numel() if loss.weight is None else loss.weight[counted].sum()
         if self._speaks:
             print("isograd: loss_fn returns no (loss, weight): losses weigh their rows", file=sys.stderr)
         self._speaks = False
