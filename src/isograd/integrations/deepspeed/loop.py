@@ -107,9 +107,9 @@ def initialize(
             seen = f"an mpu whose {names[0]} groups are not those of {str(mesh.layout)!r}: it is rank {rank} of one"
             refuse(seen, f"rank {mesh.index(axis)}, as tp ranks are neighbours, and then cp ranks", mesh)
     engine = (kind or LoopEngine)(model, settings, mesh, optimizer, model_parameters, lr_scheduler)
-    if training_data is not None:
-        engine.set_dataloader(engine.deepspeed_io(training_data, collate_fn=collate_fn))
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    engine.training_dataloader = loader
+    return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
 GROUPS = {"cp": ("sequence",), "tp": ("tensor_model", "model"), "pp": ("pipeline_model", "pipe")}  # as an mpu has them
@@ -139,8 +139,6 @@ def _layout_of_groups(layout: str | None, mpu: Any, mesh_param: Any, mesh: Mesh)
 
 class LoopEngine(nn.Module):
     """What `initialize` returns first. `engine` is isograd's; what this has not is looked for in the module."""
-
-    shuffles = True  # the loaders of `deepspeed_io`
 
     def __init__(
         self, model: nn.Module, settings: Settings, mesh: Mesh, optimizer: Any, parameters: Any, scheduler: Any
@@ -290,15 +288,11 @@ class LoopEngine(nn.Module):
         collate_fn: Callable[..., Any] | None = None, num_local_io_workers: int = 0, **_: Any,
     ) -> DataLoader[Any]:  # fmt: skip
         """A loader of this rank's rows; `loader.sampler.set_epoch` shuffles anew, as DeepSpeed's does."""
-        sampler = data_sampler or DistributedSampler(dataset, self.dp_world_size, self.mesh.index("dp"), self.shuffles)
+        sampler = data_sampler or DistributedSampler(dataset, self.dp_world_size, self.mesh.index("dp"))
         return DataLoader(
             dataset, batch_size or self.settings.micro, sampler=sampler, collate_fn=collate_fn,
             drop_last=self.settings.drop_last, num_workers=num_local_io_workers,
         )  # fmt: skip
-
-    def set_dataloader(self, loader: Any) -> None:
-        """Of the training data that `initialize` was given."""
-        self.training_dataloader = loader
 
     # -- files
 
@@ -388,6 +382,8 @@ SAID: dict[str, Callable[[LoopEngine], Any]] = {  # methods without arguments
     "get_global_grad_norm": lambda engine: engine.optimizer.stats and engine.optimizer.stats.grad_norm,  # not clipped
     "get_lr": lambda engine: [group["lr"] for group in engine.optimizer.param_groups],
     "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in engine.optimizer.param_groups],
+    "is_first_stage": lambda engine: engine.mesh.index("pp") == 0,
+    "is_last_stage": lambda engine: engine.mesh.index("pp") == engine.mesh.layout.pp - 1,
     "destroy": lambda engine: None,  # the engine goes with its last reference
     "train_batch_size": lambda engine: engine.settings.batch,
     "train_micro_batch_size_per_gpu": lambda engine: engine.settings.micro,

@@ -24,15 +24,17 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset, DistributedSampler
 
-from isograd.comm.consensus import all_gather_object
+from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
 from isograd.core.mesh import Mesh
+from isograd.errors import IntegrationError, IsogradError
 from isograd.integrations.deepspeed.loop import LoopEngine
 from isograd.integrations.deepspeed.settings import Settings, refuse
 from isograd.integrations.weights import rows_in
@@ -56,11 +58,14 @@ class TiedLayerSpec(LayerSpec):
     those that `tied_weight_attr` names. forward_fn(layer, input) is called in the place of the layer."""
 
     def __init__(
-        self, key: str, typename: Callable[..., nn.Module], *module_args: Any,
-        forward_fn: Callable[[Any, Any], Any] | None = None, tied_weight_attr: str | Sequence[str] = "weight",
+        self,
+        key: str,
+        *module: Any,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = "weight",
         **module_kwargs: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(typename, *module_args, **module_kwargs)
+    ) -> None:
+        super().__init__(*module, **module_kwargs)
         self.key, self.forward_fn = key, forward_fn
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
@@ -73,39 +78,23 @@ class TiedLayerSpec(LayerSpec):
         return found
 
 
-class PipeModelDataParallelTopology(NamedTuple):
-    """Ranks by stage, then by data rank, then by tp rank, as isograd has them."""
-
-    num_pp: int
-    num_mp: int
-    num_dp: int
+def PipeModelDataParallelTopology(num_pp: int, num_mp: int, num_dp: int) -> str:
+    """A topology: ranks by stage, then by data rank, then by tp rank, which is a layout in isograd's words."""
+    return f"dp{num_dp} tp{num_mp} pp{num_pp}"
 
 
-def PipeDataParallelTopology(num_pp: int, num_dp: int) -> PipeModelDataParallelTopology:
+def PipeDataParallelTopology(num_pp: int, num_dp: int) -> str:
     """The same without tp."""
     return PipeModelDataParallelTopology(num_pp, 1, num_dp)
 
 
-class RepeatingLoader(Iterator[Any]):
-    """The batches of a loader, which begins anew at its end."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader, self.data_iter = loader, iter(loader)
-
-    def __next__(self) -> Any:
-        try:
-            return next(self.data_iter)
-        except StopIteration:
-            self.data_iter = iter(self.loader)
-            return next(self.data_iter)
-
-
-class _Function(nn.Module):
-    """A callable among the layers."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.forward = function
+def RepeatingLoader(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a loader, which begins anew at its end; none of an empty one."""
+    batch: Any = loader
+    while batch is not None:
+        batch = None
+        for batch in loader:
+            yield batch
 
 
 class _Layers:
@@ -114,19 +103,23 @@ class _Layers:
     def __init__(self, given: Sequence[Any], mesh: Mesh, seed: int, seed_fn: Callable[[int], Any]) -> None:
         self.given, self.seed, self._seed_fn = given, seed, seed_fn
         self.tied = {number: spec for number, spec in enumerate(given) if isinstance(spec, TiedLayerSpec)}
+        backwards = [(number, spec) for number, spec in reversed(self.tied.items())]
+        self._first = {spec.key: number for number, spec in backwards}
+        self._alike = {(spec.key, spec.typename): number for number, spec in backwards}
         self._generators = partial(torch.random.fork_rng, [mesh.device] if mesh.on_cards else [])
         self._built: dict[int, nn.Module] = {}
 
     def modules(self) -> list[nn.Module | Callable[[], nn.Module]]:
         """For `Stages`: modules, and for each spec a function that makes one."""
-        specs = {n: partial(self._build, self._first(n)) for n, g in enumerate(self.given) if isinstance(g, LayerSpec)}
-        return [specs.get(n) or (g if isinstance(g, nn.Module) else _Function(g)) for n, g in enumerate(self.given)]
+        specs = {n: partial(self._build, n) for n, spec in enumerate(self.given) if isinstance(spec, LayerSpec)}
+        specs |= {n: partial(self._build, self._alike[spec.key, spec.typename]) for n, spec in self.tied.items()}
+        return [specs.get(n) or (g if isinstance(g, nn.Module) else nn.Identity()) for n, g in enumerate(self.given)]
 
-    def _first(self, number: int, any_type: bool = False) -> int:
-        """The first layer of the same key, and of the same type; a layer that is not tied is its own."""
-        of = self.tied.get(number)
-        alike = (n for n, s in self.tied.items() if of and s.key == of.key and (any_type or s.typename == of.typename))
-        return next(alike, number)
+    def forwards(self) -> dict[int, Callable[[Any, Any], Any]]:
+        """What is called with a layer and its input, in the layer's place: forward_fn, or a function among layers."""
+        own = {number: spec.forward_fn for number, spec in self.tied.items() if spec.forward_fn}
+        functions = ((n, g) for n, g in enumerate(self.given) if not isinstance(g, nn.Module | LayerSpec))
+        return own | {number: lambda _, x, act=act: act(x) for number, act in functions}
 
     def _build(self, number: int) -> nn.Module:
         """The layer of a spec, once on this rank."""
@@ -162,8 +155,8 @@ class _Layers:
     def ties(self) -> dict[str, str]:
         """{parameter: the one that it is}: all of a layer of the same type, those that the spec names of another."""
         found: dict[str, str] = {}
-        for number in self.tied:
-            alike, first = self._first(number), self._first(number, any_type=True)
+        for number, spec in self.tied.items():
+            alike, first = self._alike[spec.key, spec.typename], self._first[spec.key]
             layer = self._sketch(alike) if number != first else nn.Module()
             names = layer.named_parameters(remove_duplicate=False) if number != alike else ()
             found |= {f"{number}.{name}": f"{alike}.{name}" for name, _ in names}
@@ -177,7 +170,6 @@ class _Layers:
 class PipelineEngine(LoopEngine):
     """What `initialize` returns for a PipelineModule."""
 
-    shuffles = False
     _batch_fn: Callable[[Any], Any] | None = None
 
     def __init__(self, model: PipelineModule, settings: Settings, *given: Any) -> None:
@@ -199,9 +191,14 @@ class PipelineEngine(LoopEngine):
         return torch.tensor(stats.loss, dtype=torch.float64, device=self.device)
 
     def eval_batch(
-        self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
-        reduce_output: str = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Tensor:
         """The mean loss of the next micro-batches, on all ranks, in eval mode and without gradients."""
         if return_logits or not compute_loss or reduce_output != "avg":
             refuse("eval_batch of outputs", "eval_batch(data_iter), which returns the mean loss", self.mesh)
@@ -213,27 +210,25 @@ class PipelineEngine(LoopEngine):
         return torch.tensor(loss, dtype=torch.float64, device=self.device)
 
     def _micros(self, given: Iterator[Any] | None, count: int) -> list[Any]:
-        """The next micro-batches; where a rank has not as many, all ranks refuse, and nothing has begun."""
-        source, raised, micros = self.training_dataloader if given is None else given, None, list[Any]()
-        try:
+        """The next micro-batches; where a rank has not as many, all ranks say so, and nothing has begun."""
+        source = self.training_dataloader if given is None else given
+
+        def load() -> list[Any]:
             if not isinstance(source, Iterator):
                 expected = "train_batch(data_iter), with iter(loader), on every rank; or training_data in initialize"
                 refuse(f"a {type(source).__name__} as data_iter", expected, self.mesh)
-            micros += map(self._micro, islice(source, count))
-        except Exception as error:
-            raised = error
-        mine = [len(micros), raised and f"{type(raised).__name__}: {raised}"[:300]]
+            micros = [self._micro(batch) for batch in islice(source, count)]
+            if len(micros) < count:
+                seen = f"a data iterator that ended after {len(micros)} of {count} micro-batches of a step"
+                refuse(seen, "as many on every rank, as of RepeatingLoader(loader)", self.mesh)
+            return micros
+
+        def spelled(error: Exception) -> IsogradError:
+            seen, where = f"a data iterator that raised {type(error).__name__}: {error}", self.mesh.describe_rank()
+            return IntegrationError("IG868", seen=seen, expected="batches on every rank", where=where)
+
         with name_failed_rank(self.mesh):
-            of_ranks = all_gather_object(mine, self.mesh)
-        if raised is not None:
-            raise raised
-        found = [number for number, _ in of_ranks]
-        if not any(found):
-            raise StopIteration
-        if failed := {rank: said or "ended" for rank, (number, said) in enumerate(of_ranks) if number < count}:
-            seen = f"data iterators with {found} of {count} micro-batches, by rank: {failed}"
-            refuse(seen, f"{count} on every rank, as of RepeatingLoader(loader)", self.mesh)
-        return micros
+            return run_or_raise_on_all_ranks(load, self.mesh, IntegrationError, spelled)
 
     def _micro(self, batch: Any) -> tuple[Any, Any]:
         """A batch of a loader as (inputs, labels) on this device."""
@@ -244,21 +239,16 @@ class PipelineEngine(LoopEngine):
         moved: tuple[Any, Any] = tree.tree_map_only(Tensor, lambda t: t.to(self.device), (inputs, labels))
         return moved
 
-    def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """`train_batch()` takes its batches, again and again."""
-        self.training_dataloader = RepeatingLoader(loader)
+    def deepspeed_io(self, dataset: Dataset[Any], *args: Any, **kwargs: Any) -> Any:
+        """An iterator over this data rank's batches, in order, again and again, of which `train_batch()` takes some."""
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, self.dp_world_size, self.mesh.index("dp"), shuffle=False
+        )
+        return RepeatingLoader(super().deepspeed_io(dataset, *args, **{"data_sampler": sampler, **kwargs}))
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """fn(batch) makes (inputs, labels) of what a loader returns."""
         self._batch_fn = fn
-
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the first layer."""
-        return self.mesh.index("pp") == 0
-
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the last layer, and computes losses."""
-        return self.mesh.index("pp") == self.mesh.layout.pp - 1
 
     def _by_parts(self, *_: Any, **__: Any) -> NoReturn:
         refuse("forward, backward, step or no_sync with a pipeline", "engine.train_batch(data_iter)", self.mesh)
@@ -275,7 +265,7 @@ class PipelineModule(Stages):
         self,
         layers: Iterable[LayerSpec | nn.Module | Callable[[Any], Any]],
         num_stages: int | None = None,
-        topology: PipeModelDataParallelTopology | Mesh | None = None,
+        topology: str | Mesh | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         seed_layers: bool = False,
         seed_fn: Callable[[int], Any] | None = None,
@@ -286,7 +276,7 @@ class PipelineModule(Stages):
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
     ) -> None:
-        """DeepSpeed's arguments. topology: or an isograd mesh, which tensor-parallel layers are given, too.
+        """DeepSpeed's arguments. topology: a layout, or an isograd mesh, which layers under tp are given, too.
 
         loss_fn: of (outputs, labels), the mean, or (the mean, its weight); left out, the last layer returns that.
         seed_layers: layer i is built from base_seed + i, as by DeepSpeed; else from a number drawn on rank 0, plus i.
@@ -294,20 +284,15 @@ class PipelineModule(Stages):
         """
         if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
             refuse("a loss_fn with trained parameters, which every stage would have", "them in the last layer")
-        if not isinstance(topology or num_stages, int | PipeModelDataParallelTopology | Mesh):
+        if not isinstance(topology or num_stages, int | str | Mesh):
             expected = "num_stages=2; or as topology PipeDataParallelTopology(num_pp=2, num_dp=2), or an ig.Mesh"
             refuse(f"num_stages={num_stages}, topology={topology!r}", expected)
-        if isinstance(topology, Mesh):
-            mesh = topology
-        else:
-            words = f"pp{num_stages}" if topology is None else "pp{} tp{} dp{}".format(*topology)
-            mesh = mesh_for(words, "dp tp pp")
+        mesh = topology if isinstance(topology, Mesh) else mesh_for(topology or f"pp{num_stages}", "dp tp pp")
         seed = all_gather_object(base_seed if seed_layers else int(torch.randint(2**31, ())), mesh)[0]
         given = _Layers(list(layers), mesh, seed, seed_fn or torch.manual_seed)
         costs, ties = given.costs(partition_method), given.ties()
         super().__init__(given.modules(), mesh, loss=self._weighed, costs=costs, ties=ties)
-        self._forward_fns = {number: spec.forward_fn for number, spec in given.tied.items() if spec.forward_fn}
-        self.loss_fn, self._speaks = loss_fn, not mesh.index("dp tp")
+        self.loss_fn, self._forwards, self._speaks = loss_fn, given.forwards(), not mesh.index("dp tp")
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func, self.checkpointable_layers = activation_checkpoint_func, checkpointable_layers
         trained = all_gather_object(sum(p.requires_grad for p in self.parameters()), mesh, "pp")
@@ -333,7 +318,7 @@ class PipelineModule(Stages):
         x: Any = copies if is_tuple else copies[0]
         for number in numbers:
             layer = self.kept[str(number)]
-            x = self._forward_fns[number](layer, x) if number in self._forward_fns else layer(x)
+            x = self._forwards[number](layer, x) if number in self._forwards else layer(x)
         return x
 
     def _recomputes(self, numbers: range) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,27 +76,11 @@ class SequenceGroups:
     """An mpu: the sequence groups, neighbours, and the data groups across them."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """How many ranks share a sequence."""
-        return self._mesh.size("cp")
-
-    def get_sequence_parallel_rank(self) -> int:
-        """This rank's part of it."""
-        return self._mesh.index("cp")
-
-    def get_sequence_parallel_group(self) -> Any:
-        """torch's process group of them."""
-        return self._mesh.group("cp").transport.process_group
-
-    def get_data_parallel_world_size(self) -> int:
-        """How many sequence groups there are."""
-        return self._mesh.size("dp")
-
-    def get_data_parallel_rank(self) -> int:
-        """This one's number."""
-        return self._mesh.index("dp")
+        self.get_sequence_parallel_world_size = partial(mesh.size, "cp")
+        self.get_sequence_parallel_rank = partial(mesh.index, "cp")
+        self.get_sequence_parallel_group = lambda: mesh.group("cp").transport.process_group  # torch's
+        self.get_data_parallel_world_size = partial(mesh.size, "dp")  # how many sequence groups there are
+        self.get_data_parallel_rank = partial(mesh.index, "dp")
 
 
 class UlyssesSPAttentionHF:
