@@ -83,13 +83,10 @@ def initialize(
     the same in isograd's words, and dp, cp, tp and ep. What cannot be kept is refused.
     """
     mesh = mesh_for(None)
-    given = next(
-        (one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None), None
-    )
-    if given is None:
-        refuse("no config", "config=..., a file or a dict; or args.deepspeed_config", mesh)
+    choices = config, config_params, getattr(args, "deepspeed_config", None)
+    given = next((one for one in choices if one is not None), None)
     if not isinstance(given, str | Path | Mapping):
-        refuse(f"a {type(given).__name__} as config", "a file, or a dict", mesh)
+        refuse(f"a {type(given).__name__} as config", "config=..., a file or a dict; or args.deepspeed_config", mesh)
     if not isinstance(model, nn.Module) or hasattr(model, "mpu"):
         refuse(f"a {type(model).__name__} as model", "an nn.Module, or a PipelineModule of deepspeed.pipe here", mesh)
     values = dict(given) if isinstance(given, Mapping) else read_json(given, CONFIG, follow=True)
@@ -100,6 +97,9 @@ def initialize(
     if kind is not None:
         words, axes = str(model.mesh.layout) if mesh.layout.world_size > 1 else "", "dp tp pp"
     settings = read(values, mesh.layout.world_size, words)
+    if kind is not None and settings.stage > 1:
+        seen = f"stage {settings.stage} with a PipelineModule, whose gradients add up whole over its micro-batches"
+        refuse(seen, '"zero_optimization": {"stage": 1}', mesh)
     mesh = mesh_for(settings.layout, axes)
     for axis, names in GROUPS.items():
         rank = _ask(mpu, names, "rank")
@@ -129,11 +129,8 @@ def _layout_of_groups(layout: str | None, mpu: Any, mesh_param: Any, mesh: Mesh)
         return f"dp{int(mesh_param[0])} cp{int(mesh_param[1])}"
     sizes = {axis: _ask(mpu, names, "world_size") for axis, names in GROUPS.items()}
     if mpu is not None and (set(sizes.values()) == {None} or (sizes["pp"] or 1) > 1):
-        refuse(
-            "an mpu without groups, or with a pipeline",
-            "get_sequence_parallel_world_size() or get_tensor_model_parallel_world_size()",
-            mesh,
-        )
+        expected = "get_sequence_parallel_world_size() or get_tensor_model_parallel_world_size()"
+        refuse("an mpu without groups, or with a pipeline", expected, mesh)
     return layout or " ".join(f"{axis}{size}" for axis, size in sizes.items() if size is not None)
 
 
@@ -174,12 +171,11 @@ class LoopEngine(nn.Module):
         if settings.unused and mesh.rank == 0:
             print(f"isograd: of the DeepSpeed config nothing writes to {', '.join(settings.unused)}", file=sys.stderr)
 
-    def _made(self, make: Any, parameters: Any) -> torch.optim.Optimizer:
+    def _made(self, make: Any, parameters: Any) -> Any:
         try:
-            made: torch.optim.Optimizer = make if isinstance(make, torch.optim.Optimizer) else make(parameters)
+            return make if isinstance(make, torch.optim.Optimizer) else make(parameters)
         except (TypeError, ValueError) as error:
             refuse(f"an optimizer whose options torch refuses: {error}", "options of the right kinds", self.mesh)
-        return made
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -217,10 +213,8 @@ class LoopEngine(nn.Module):
     ) -> Tensor:
         """weight: how many labels (rows, ...) the loss is the mean of. Nothing divides it."""
         if retain_graph or not scale_wrt_gas:
-            refuse(
-                f"backward(retain_graph={retain_graph}, scale_wrt_gas={scale_wrt_gas})",
-                "the mean loss of a micro-batch, undivided, once", self.mesh,
-            )  # fmt: skip
+            seen = f"backward(retain_graph={retain_graph}, scale_wrt_gas={scale_wrt_gas})"
+            refuse(seen, "the mean loss of a micro-batch, undivided, once", self.mesh)
         if self._cut_models.shares_rows:
             weight = self._cut_models.weight_of(loss, weight, "engine.backward(engine(**batch).loss)")
         reduces = self._syncing and (self.is_gradient_accumulation_boundary() or self.settings.stage > 1)
@@ -277,18 +271,15 @@ class LoopEngine(nn.Module):
     def _refuse_to_drop(self) -> None:
         """DeepSpeed's own drops gradients at stage 0, keeps them at others, and counts micro-batches on at all."""
         if self._micros_over() or not self.engine.step_state.empty:
-            refuse(
-                "zero_grad in the middle of a step",
-                "none, as a step leaves no gradients; or engine.engine.discard(), which drops the step on all ranks",
-                self.mesh,
-            )
+            expected = "none, as a step leaves no gradients; or engine.engine.discard(), which drops it on all ranks"
+            refuse("zero_grad in the middle of a step", expected, self.mesh)
 
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, data_sampler: Any = None,
-        collate_fn: Callable[..., Any] | None = None, num_local_io_workers: int = 0, **_: Any,
+        collate_fn: Callable[..., Any] | None = None, num_local_io_workers: int = 0, shuffle: bool = True, **_: Any,
     ) -> DataLoader[Any]:  # fmt: skip
         """A loader of this rank's rows; `loader.sampler.set_epoch` shuffles anew, as DeepSpeed's does."""
-        sampler = data_sampler or DistributedSampler(dataset, self.dp_world_size, self.mesh.index("dp"))
+        sampler = data_sampler or DistributedSampler(dataset, self.dp_world_size, self.mesh.index("dp"), shuffle)
         return DataLoader(
             dataset, batch_size or self.settings.micro, sampler=sampler, collate_fn=collate_fn,
             drop_last=self.settings.drop_last, num_workers=num_local_io_workers,
@@ -330,17 +321,14 @@ class LoopEngine(nn.Module):
         latest = place / LATEST
         tag = tag or all_gather_object(read_text(latest, 4096).strip() if latest.is_file() else None, self.mesh)[0]
         if tag is None:
-            warnings.warn(
-                f"isograd: {place} has no file 'latest', and no tag was given: nothing is loaded", stacklevel=2
-            )
+            said = f"isograd: {place} has no file 'latest', and no tag was given: nothing is loaded"
+            warnings.warn(said, stacklevel=2)
             return None, None
         place = place / self._name_of(tag)
         there, foreign = all_gather_object([(place / FOLDER).is_dir(), any(place.glob("*_states.pt"))], self.mesh)[0]
         if not there:
-            raise IntegrationError(
-                "IG860", seen="DeepSpeed's files, which are pickles" if foreign else f"no folder {FOLDER!r} in it",
-                place=place.name, where=self.mesh.describe_rank(),
-            )  # fmt: skip
+            seen = "DeepSpeed's files, which are pickles" if foreign else f"no folder {FOLDER!r} in it"
+            raise IntegrationError("IG860", seen=seen, place=place.name, where=self.mesh.describe_rank())
         if load_module_only or not load_optimizer_states:
             self._load_weights(place / FOLDER)
             return str(place), {}

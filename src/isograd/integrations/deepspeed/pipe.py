@@ -9,8 +9,6 @@
 
 A layer is built on the rank that holds it, from a seed of its own, so every layout begins with the same weights. To
 count parameters, and to find those that are tied, it is built on the meta device, where its class allows that.
-Every rank of a pipeline passes an iterator of the same batches; those of other data ranks have their own. Before a
-stage runs, all ranks know that every rank has its micro-batches.
 
 One device: the layers in turn, each of which is given the output of the one before, a tuple as one argument.
 """
@@ -30,13 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset, DistributedSampler
 
 from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
 from isograd.core.mesh import Mesh
 from isograd.errors import IntegrationError, IsogradError
 from isograd.integrations.deepspeed.loop import LoopEngine
-from isograd.integrations.deepspeed.settings import Settings, refuse
+from isograd.integrations.deepspeed.settings import refuse
 from isograd.integrations.weights import rows_in
 from isograd.integrations.world import mesh_for, name_failed_rank
 from isograd.pipeline.stages import Stages
@@ -103,9 +100,8 @@ class _Layers:
     def __init__(self, given: Sequence[Any], mesh: Mesh, seed: int, seed_fn: Callable[[int], Any]) -> None:
         self.given, self.seed, self._seed_fn = given, seed, seed_fn
         self.tied = {number: spec for number, spec in enumerate(given) if isinstance(spec, TiedLayerSpec)}
-        backwards = [(number, spec) for number, spec in reversed(self.tied.items())]
-        self._first = {spec.key: number for number, spec in backwards}
-        self._alike = {(spec.key, spec.typename): number for number, spec in backwards}
+        self._first = {spec.key: number for number, spec in reversed(self.tied.items())}
+        self._alike = {(spec.key, spec.typename): number for number, spec in reversed(self.tied.items())}
         self._generators = partial(torch.random.fork_rng, [mesh.device] if mesh.on_cards else [])
         self._built: dict[int, nn.Module] = {}
 
@@ -148,8 +144,7 @@ class _Layers:
             types = [getattr(layer, "typename", type(layer)) for layer in self.given]
             costs = [float(bool(re.search(pattern, getattr(one, "__name__", "").lower()))) for one in types]
         if not any(costs):
-            expected = "'parameters', 'uniform', or 'type:REGEX' of the names of layers' classes"
-            refuse(f"partition_method={method!r}", expected)
+            refuse(f"partition_method={method!r}", "'parameters', 'uniform', or 'type:REGEX' of layers' classes")
         return costs
 
     def ties(self) -> dict[str, str]:
@@ -169,14 +164,6 @@ class _Layers:
 
 class PipelineEngine(LoopEngine):
     """What `initialize` returns for a PipelineModule."""
-
-    _batch_fn: Callable[[Any], Any] | None = None
-
-    def __init__(self, model: PipelineModule, settings: Settings, *given: Any) -> None:
-        if settings.stage > 1:
-            seen = f"stage {settings.stage} with a PipelineModule, whose gradients add up whole over its micro-batches"
-            refuse(seen, '"zero_optimization": {"stage": 1}', model.mesh)
-        super().__init__(model, settings, *given)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """A step on the next `gradient_accumulation_steps` micro-batches; their mean loss, on all ranks."""
@@ -215,7 +202,7 @@ class PipelineEngine(LoopEngine):
 
         def load() -> list[Any]:
             if not isinstance(source, Iterator):
-                expected = "train_batch(data_iter), with iter(loader), on every rank; or training_data in initialize"
+                expected = "iter(loader) on every rank, or training_data in initialize"
                 refuse(f"a {type(source).__name__} as data_iter", expected, self.mesh)
             micros = [self._micro(batch) for batch in islice(source, count)]
             if len(micros) < count:
@@ -230,25 +217,16 @@ class PipelineEngine(LoopEngine):
         with name_failed_rank(self.mesh):
             return run_or_raise_on_all_ranks(load, self.mesh, IntegrationError, spelled)
 
-    def _micro(self, batch: Any) -> tuple[Any, Any]:
+    def _micro(self, batch: Any) -> Any:
         """A batch of a loader as (inputs, labels) on this device."""
-        pair = batch if self._batch_fn is None else self._batch_fn(batch)
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            refuse(f"a batch that is a {type(pair).__name__}", "(inputs, labels), each a tensor or a tuple", self.mesh)
-        inputs, labels = (tuple(part) if isinstance(part, list) else part for part in pair)
-        moved: tuple[Any, Any] = tree.tree_map_only(Tensor, lambda t: t.to(self.device), (inputs, labels))
-        return moved
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            refuse(f"a batch that is a {type(batch).__name__}", "(inputs, labels), each a tensor or a tuple", self.mesh)
+        pair = tuple(tuple(part) if isinstance(part, list) else part for part in batch)
+        return tree.tree_map_only(Tensor, lambda t: t.to(self.device), pair)
 
-    def deepspeed_io(self, dataset: Dataset[Any], *args: Any, **kwargs: Any) -> Any:
+    def deepspeed_io(self, *args: Any, **kwargs: Any) -> Any:
         """An iterator over this data rank's batches, in order, again and again, of which `train_batch()` takes some."""
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, self.dp_world_size, self.mesh.index("dp"), shuffle=False
-        )
-        return RepeatingLoader(super().deepspeed_io(dataset, *args, **{"data_sampler": sampler, **kwargs}))
-
-    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """fn(batch) makes (inputs, labels) of what a loader returns."""
-        self._batch_fn = fn
+        return RepeatingLoader(super().deepspeed_io(*args, **{"shuffle": False, **kwargs}))
 
     def _by_parts(self, *_: Any, **__: Any) -> NoReturn:
         refuse("forward, backward, step or no_sync with a pipeline", "engine.train_batch(data_iter)", self.mesh)

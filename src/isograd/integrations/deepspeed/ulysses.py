@@ -44,10 +44,8 @@ class DistributedAttention(nn.Module):
         """sp_stream, num_kv_heads: taken, and not needed; one exchange carries all, and heads are counted."""
         super().__init__()
         if scatter_idx != 2 or gather_idx not in LAYOUTS:
-            refuse(
-                f"scatter_idx={scatter_idx}, gather_idx={gather_idx}", "scatter_idx=2, the heads, and the sequence "
-                "as gather_idx: 0 for [s, b, h, d], 1 for [b, s, h, d]",
-            )  # fmt: skip
+            expected = "scatter_idx=2, the heads; gather_idx, the sequence: 0 for [s, b, h, d], 1 for [b, s, h, d]"
+            refuse(f"scatter_idx={scatter_idx}, gather_idx={gather_idx}", expected)
         self.local_attn, self.spg = local_attention, sequence_process_group
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
         self._group = sequence_process_group if isinstance(sequence_process_group, Group) else _group(self.spg)
