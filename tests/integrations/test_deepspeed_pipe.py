@@ -95,11 +95,16 @@ def batch(step: int, number: int) -> Batch:
 
 def config(accumulation: int, stage: int = 0) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0.3,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.3,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "total_num_steps": 9}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.02, "warmup_max_lr": 0.05, "warmup_num_steps": 3},
+        },
         "zero_optimization": {"stage": stage},
-    }  # fmt: skip
+    }
 
 
 def engine_of(layers: list[Any], accumulation: int, stage: int = 0, loss: Any = weighed, **given: Any) -> Any:
@@ -152,13 +157,18 @@ def one_device(kind: str, micros: int, steps: int = STEPS) -> Found:
         layers[-1] = layers[0]
     elif kind == "typed":
         layers[-1].weight = layers[0].weight
-    named_ones = {f"{n}.{name}": p for n, layer in enumerate(layers) if isinstance(layer, nn.Module)
-                  for name, p in layer.named_parameters()}  # fmt: skip
+    named_ones = {
+        f"{n}.{name}": p
+        for n, layer in enumerate(layers)
+        if isinstance(layer, nn.Module)
+        for name, p in layer.named_parameters()
+    }
     parameters = {name: p for name, p in named_ones.items() if name in dict(unique(named_ones))}
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.05, weight_decay=0.1)
     plan = ig.integrations.deepspeed.settings.read(config(1), 1).schedule
     assert plan is not None
     scheduler, found = plan(optimizer), dict[str, Any](losses=[])
+    first = {name: p.detach().clone() for name, p in parameters.items()}
     for step in range(steps):
         total, count = torch.zeros((), dtype=torch.float64), 0
         for words, labels in (batch(step, number) for number in range(micros)):
@@ -179,7 +189,9 @@ def one_device(kind: str, micros: int, steps: int = STEPS) -> Found:
         optimizer.zero_grad()
         scheduler.step()
         found["lr"] = scheduler.get_last_lr()
-    return found | {"state": {name: p.detach().clone() for name, p in parameters.items()}}
+    state = {name: p.detach().clone() for name, p in parameters.items()}
+    assert not any(torch.equal(value, first[name]) for name, value in state.items())  # the steps have a rate
+    return found | {"state": state}
 
 
 def unique(parameters: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
@@ -199,12 +211,28 @@ def is_equal(found: Found, expected: Found) -> None:
 
 CASES = [
     (1, [("tied", 1, 1, 3, {})]),
-    (2, [("tied", 2, 1, 3, {}), ("untied", 2, 0, 1, {}), ("typed", 2, 1, 3, {"partition_method": "uniform"}),
-         ("tied", 2, 0, 3, {"activation_checkpoint_interval": 2}), ("typed", 1, 1, 1, {}),
-         ("tied", 2, 1, 3, {"topology": "pp2 zb zero1"}), ("tied", 2, 0, 3, {"topology": "pp2 vpp2"})]),
-    (4, [("tied", 2, 1, 3, {}), ("tied", 2, 0, 1, {}), ("tied", 4, 0, 3, {"partition_method": "type:block|emb|lin"}),
-         ("typed", 4, 1, 3, {})]),
-]  # fmt: skip
+    (
+        2,
+        [
+            ("tied", 2, 1, 3, {}),
+            ("untied", 2, 0, 1, {}),
+            ("typed", 2, 1, 3, {"partition_method": "uniform"}),
+            ("tied", 2, 0, 3, {"activation_checkpoint_interval": 2}),
+            ("typed", 1, 1, 1, {}),
+            ("tied", 2, 1, 3, {"topology": "pp2 zb zero1"}),
+            ("tied", 2, 0, 3, {"topology": "pp2 vpp2"}),
+        ],
+    ),
+    (
+        4,
+        [
+            ("tied", 2, 1, 3, {}),
+            ("tied", 2, 0, 1, {}),
+            ("tied", 4, 0, 3, {"partition_method": "type:block|emb|lin"}),
+            ("typed", 4, 1, 3, {}),
+        ],
+    ),
+]
 
 
 @pytest.mark.parametrize("ranks, cases", CASES, ids=lambda value: str(value) if isinstance(value, int) else "")
