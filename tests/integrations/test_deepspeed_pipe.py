@@ -129,7 +129,7 @@ def trained(kind: str, stages: int, stage: int, accumulation: int, more: dict[st
     """Gradients of the first step, and what train_batch and eval_batch said in all."""
     more = more | ({"topology": ig.Mesh(more["topology"])} if "topology" in more else {"num_stages": stages})
     engine = engine_of(specs(kind), accumulation, stage, seed_layers=True, base_seed=SEED, **more)
-    engine.engine.accumulate(list(batches(engine, range(1), accumulation)))
+    engine.engine.accumulate(engine._micros(batches(engine, range(1), accumulation), accumulation))
     found: Found = {"gradients": named(engine), "losses": [], "evaluated": []}
     engine.engine.discard()
     source = batches(engine, range(STEPS), accumulation)
