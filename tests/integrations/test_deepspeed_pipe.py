@@ -127,8 +127,7 @@ Found = dict[str, Any]
 
 def trained(kind: str, stages: int, stage: int, accumulation: int, more: dict[str, Any]) -> Found:
     """Gradients of the first step, and what train_batch and eval_batch said in all."""
-    more = more | ({"topology": ig.Mesh(more["topology"])} if "topology" in more else {"num_stages": stages})
-    engine = engine_of(specs(kind), accumulation, stage, seed_layers=True, base_seed=SEED, **more)
+    engine = engine_of(specs(kind), accumulation, stage, num_stages=stages, seed_layers=True, base_seed=SEED, **more)
     engine.engine.accumulate(engine._micros(batches(engine, range(1), accumulation), accumulation))
     found: Found = {"gradients": named(engine), "losses": [], "evaluated": []}
     engine.engine.discard()
