@@ -323,31 +323,51 @@ def test_a_layer_is_built_where_it_is_held(worlds) -> None:
     assert worlds(2).run(built_here) == [[0, 1, 2], [3, 4, 5]]
 
 
-def cut(ranks: int, stage: int) -> Found:
-    """Layers that are cut over tp, which are given a mesh; and one that is not."""
-    mesh = ig.Mesh("tp2 pp2") if ranks == 4 else ig.Mesh("1")
+def cut_layers(mesh: ig.Mesh) -> list[LayerSpec]:
+    """Two that are cut over tp, which are given a mesh; and two that are not."""
     key = ig.core.rng.Key(5)
     mlps = [LayerSpec(ig.nn.MLP, WIDTH, 12, mesh, key=key.fold(n), std=0.5, dtype=torch.float64) for n in range(2)]
     linear = LayerSpec(nn.Linear, WIDTH, WORDS, dtype=torch.float64)
-    layers = [LayerSpec(nn.Embedding, WORDS, WIDTH, dtype=torch.float64), *mlps, linear]
-    engine = engine_of(layers, 3, stage, topology=mesh, seed_layers=True)
+    return [LayerSpec(nn.Embedding, WORDS, WIDTH, dtype=torch.float64), *mlps, linear]
+
+
+def cut(stage: int, folder: str) -> Found:
+    mesh = ig.Mesh("tp2 pp2")
+    engine = engine_of(cut_layers(mesh), 3, stage, topology=mesh, seed_layers=True, base_seed=SEED)
     engine.engine.accumulate(list(batches(engine, range(1), 3)))
-    found: Found = {
-        "gradients": named(engine),
-        "shapes": {n: value.shape for n, value in engine.module_state_dict().items()},
-    }
+    found: Found = {"gradients": named(engine)}
     engine.engine.discard()
-    return found | {"loss": float(engine.train_batch(batches(engine, range(1), 3)))}
+    found["loss"] = float(engine.train_batch(batches(engine, range(1), 3)))
+    engine.save_checkpoint(folder)
+    return found | {"state": engine.module_state_dict()}
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_layers_that_are_cut_over_tp_are_given_a_mesh(worlds, stage: int) -> None:
-    expected = cut(1, 0)
-    for found in worlds(4).run(cut, 4, stage):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-9)
-        assert found["shapes"] == expected["shapes"] and found["gradients"].keys() == expected["gradients"].keys()
-        for name, gradient in expected["gradients"].items():
-            assert float((found["gradients"][name] - gradient).norm()) <= 1e-9 * float(gradient.norm()), name
+def test_layers_that_are_cut_over_tp_are_given_a_mesh(worlds, stage: int, tmp_path: Path) -> None:
+    """Gradients are those of plain autograd; the checkpoint is loaded by one device."""
+    layers = [built(number, spec) for number, spec in enumerate(cut_layers(ig.Mesh("1")))]
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for words, labels in (batch(0, number) for number in range(3)):
+        output = nn.Sequential(*layers)(words)
+        total = total + F.cross_entropy(output.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        count += int((labels != IGNORED).sum())
+    (total / count).backward()
+    parameters = {f"{n}.{name}": p for n, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    every = worlds(4).run(cut, stage, str(tmp_path))
+    for found in every:
+        assert found["loss"] == pytest.approx(float(total.detach()) / count, rel=1e-9)
+        assert found["gradients"].keys() == parameters.keys()
+        for name, parameter in parameters.items():
+            assert parameter.grad is not None
+            error = float((found["gradients"][name] - parameter.grad).norm())
+            assert error <= 1e-9 * float(parameter.grad.norm()), name
+    mesh = ig.Mesh("1")
+    engine = engine_of(cut_layers(mesh), 3, topology=mesh)
+    engine.load_checkpoint(str(tmp_path))
+    state = engine.module_state_dict()
+    assert state.keys() == every[0]["state"].keys() and engine.global_steps == 1
+    for found in every:
+        assert not [name for name, value in state.items() if not torch.equal(value, found["state"][name])]
 
 
 def shared_module(stages: int) -> list[Found]:
