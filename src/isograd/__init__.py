@@ -81,7 +81,8 @@ def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     def loaded(name: str) -> Any:
         if name in homes:
-            return getattr(import_module(f"{package}.{homes[name]}"), name)
+            module = import_module(f"{package}.{homes[name]}")
+            return module if homes[name] == name else getattr(module, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return loaded

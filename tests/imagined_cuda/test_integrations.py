@@ -18,6 +18,7 @@ from tests.hf import test_hugging as hugging
 from tests.integrations import test_accelerate as accelerate
 from tests.integrations import test_cut_sequences as cut
 from tests.integrations import test_deepspeed_loop as deepspeed
+from tests.integrations import test_deepspeed_pipe as pipe
 from tests.integrations import test_trainer as trainer
 
 from . import run
@@ -93,6 +94,16 @@ def test_a_loop_of_deepspeed_trains_as_one_device(stages: list[int], stream: str
         assert len(each) == 2 * len(stages)
         for place, found in enumerate(each):
             deepspeed.is_equal(found, expected[place % 2])
+
+
+PIPES = some((2, 1, {}), slow=((1, 1, {}), (2, 0, {"activation_checkpoint_interval": 2})))
+
+
+@pytest.mark.parametrize(("stages", "stage", "more"), PIPES)
+def test_a_pipeline_of_deepspeed_trains_as_one_device(stages: int, stage: int, more: dict[str, Any]) -> None:
+    expected = pipe.one_device("tied", 2 // stages * 3)
+    for found in values(2, "own", pipe.trained, "tied", stages, stage, 3, more):
+        pipe.is_equal(found, expected)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.name for path in (ROOT / "examples" / "integrations").glob("*.py"))
 NEEDS = {"trainer.py": "accelerate", "accelerate_loop.py": "accelerate", "deepspeed_loop.py": "torch"}
+NEEDS |= {"deepspeed_pipeline.py": "torch"}
 NEEDS |= {"fabric_loop.py": "lightning", "lightning_loop.py": "lightning", "verl_loop.py": "verl"}
 PAGE = "".join(page.read_text() for page in sorted((ROOT / "docs" / "integrations").glob("*.md")))
 

@@ -41,6 +41,7 @@ from isograd.integrations.optimizer import (
     engine_optimizer,
     full_parameters,
     load_state,
+    require_state,
     save_state,
 )
 from isograd.integrations.shared_rows import CutModels, cuts_model, prepare_data_loader, whole_state
@@ -230,14 +231,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _note_folder(self, folder: str, loads: bool = False) -> None:
         self._folder = folder
-        if loads and self._trained and not Path(folder, "isograd").is_dir():
-            raise IntegrationError(
-                "IG867",
-                name=Path(folder).name,
-                seen="no folder isograd in it",
-                fix="load the weights before accelerator.prepare(model, optimizer)",
-                where=self._mesh.describe_rank(),
-            )
+        if loads and self._trained:
+            fix = "load the weights before accelerator.prepare(model, optimizer)"
+            require_state(Path(folder, "isograd"), Path(folder).name, fix, self._mesh)
 
     @contextmanager
     def _without_engines(self) -> Iterator[None]:

@@ -31,6 +31,7 @@ from isograd.integrations.optimizer import (
     engine_optimizer,
     full_parameters,
     load_state,
+    require_state,
     save_state,
 )
 from isograd.integrations.shared_rows import CutStrategy, part_of_state, whole_state
@@ -197,14 +198,8 @@ class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         for name, engine in engines.items():
             if not Path(path).exists():
                 raise FileNotFoundError(f"{path}: no such checkpoint of Fabric's")
-            if not _state_folder(path, name).is_dir():
-                raise IntegrationError(
-                    "IG867",
-                    name=Path(path).name,
-                    seen=f"no folder {_state_folder(path, name)}",
-                    fix="load the model alone: fabric.load(path, {'model': model}, strict=False)",
-                    where=engine.mesh.describe_rank(),
-                )
+            fix = "load the model alone: fabric.load(path, {'model': model}, strict=False)"
+            require_state(_state_folder(path, name), Path(path).name, fix, engine.mesh)
         rest = {name: value for name, value in state.items() if name not in engines} if engines else state
         left: dict[str, Any] = super().load_checkpoint(path, rest, strict, weights_only)
         for name, engine in engines.items():

@@ -262,16 +262,8 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         """From the folder beside the file, under any layout."""
         engine = self._engine_of("load_optimizer_state_dict")
         assert self._loaded_from is not None
-        place = state_folder(self._loaded_from)
-        if not place.is_dir():
-            raise IntegrationError(
-                "IG867",
-                name=self._loaded_from.name,
-                seen=f"no folder {place.name}",
-                fix="start a new fit from its weights: load_from_checkpoint, and fit without ckpt_path",
-                where=engine.mesh.describe_rank(),
-            )
-        load_state(engine, place)
+        fix = "start a new fit from its weights: load_from_checkpoint, and fit without ckpt_path"
+        load_state(engine, state_folder(self._loaded_from), self._loaded_from.name, fix)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Lightning's, and the folder beside the file."""

@@ -219,8 +219,17 @@ def save_state(engine: Engine, place: Path, step: int = 1, extra: Mapping[str, A
         keeper.save(step, extra)
 
 
-def load_state(engine: Engine, place: Path) -> Mapping[str, Any] | None:
-    """From such a folder: what was saved beside the state. None: there is no checkpoint in it."""
+def load_state(engine: Engine, place: Path, name: str = "", fix: str = "") -> Mapping[str, Any] | None:
+    """From such a folder: what was saved beside the state. None: there is no checkpoint in it. name, fix: of a
+    checkpoint of another library's that has no such folder."""
+    if name:
+        require_state(place, name, fix, engine.mesh)
     with CheckpointManager(place, engine, keep_last=1) as keeper:
         found = keeper.load("auto")
     return None if found is None else found.extra
+
+
+def require_state(place: Path, name: str, fix: str, mesh: Mesh) -> None:
+    """Refuse a checkpoint of another library's, of this name, without the folder of an engine's state."""
+    if not place.is_dir():
+        raise IntegrationError("IG867", name=name, seen=f"no folder {place}", fix=fix, where=mesh.describe_rank())

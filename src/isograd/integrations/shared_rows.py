@@ -247,7 +247,7 @@ def _of_all_stages(state: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     for name, source in holders.items():
         shape, dtype = every[source][name]
         value = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=mesh.device)
-        whole[name] = state[name].clone() if source == group.index else value
+        whole[name] = state[name].clone(memory_format=torch.contiguous_format) if source == group.index else value
         raw.broadcast_(whole[name], group, source)
     return whole
 

@@ -63,11 +63,7 @@ class Stages(nn.Module):
         shared = _shared(modules)
         for later, name in (ties or {}).items():
             shared.setdefault(name, [name]).append(later)
-        made = {
-            i: m if isinstance(m, nn.Module) else m()
-            for i, m in enumerate(modules)
-            if i in mine or isinstance(m, nn.Module)
-        }
+        made = {i: _made(m) for i, m in enumerate(modules) if i in mine or isinstance(m, nn.Module)}
         self.kept = nn.ModuleDict()
         self._adopt(shared, rank_of, made, modules)
         for number in mine:
@@ -90,8 +86,7 @@ class Stages(nn.Module):
                 continue
             first = made.get(_number(name))
             if first is None:  # another rank makes the module of the first use: its values are needed here, too
-                module = modules[_number(name)]
-                first = module if isinstance(module, nn.Module) else module()
+                first = _made(modules[_number(name)])
             parameter = first.get_parameter(name.partition(".")[2])
             for use in here:
                 owner, _, leaf = use.partition(".")[2].rpartition(".")
@@ -139,6 +134,10 @@ def pieces(model: nn.Module, mesh: Mesh) -> dict[int, Callable[[Any, Any], Any]]
     }
 
 
+def _made(module: nn.Module | Make) -> nn.Module:
+    return module if isinstance(module, nn.Module) else module()
+
+
 def _number(name: str) -> int:
     return int(name.partition(".")[0])
 
@@ -155,12 +154,10 @@ def _shared(modules: Sequence[nn.Module | Make]) -> dict[str, list[str]]:
 
 def _hold(kept: nn.ModuleDict, name: str, parameter: Tensor) -> None:
     """Register a parameter under this name, although another rank holds its module."""
-    number, *path = name.split(".")
-    if number not in kept:
-        kept[number] = nn.Module()
-    home = kept[number]
-    for part in path[:-1]:
-        if not hasattr(home, part):
+    home: nn.Module = kept
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in home._modules:
             home.add_module(part, nn.Module())
         home = home.get_submodule(part)
-    home.register_parameter(path[-1], parameter if isinstance(parameter, nn.Parameter) else nn.Parameter(parameter))
+    home.register_parameter(leaf, parameter if isinstance(parameter, nn.Parameter) else nn.Parameter(parameter))

@@ -6,7 +6,8 @@
 keys.py        what each key of a config asks for
 config.py      a config as the config of `isograd train`
 settings.py    a config as the settings of a loop, with its three schedules with a warmup
-loop.py        the engine that `initialize` returns
+loop.py        `initialize`, and the engine that it returns
+pipe.py        PipelineModule, LayerSpec, TiedLayerSpec, and their engine
 ulysses.py     DistributedAttention, UlyssesSPAttentionHF and UlyssesSPDataLoaderAdapter
 
 Names are loaded when first used: `isograd config from` needs no torch.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from isograd import lazily
 
 if TYPE_CHECKING:
+    from isograd.integrations.deepspeed import pipe as pipe
     from isograd.integrations.deepspeed.loop import LoopEngine as LoopEngine
     from isograd.integrations.deepspeed.loop import add_config_arguments as add_config_arguments
     from isograd.integrations.deepspeed.loop import init_distributed as init_distributed
@@ -30,6 +32,6 @@ if TYPE_CHECKING:
 _LOOP, _ULYSSES = ("LoopEngine", "add_config_arguments", "init_distributed", "initialize"), (
     "DistributedAttention", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter",
 )  # fmt: skip
-__all__ = [*_LOOP, *_ULYSSES]  # noqa: PLE0604
+__all__ = [*_LOOP, *_ULYSSES, "pipe"]  # noqa: PLE0604
 
-__getattr__ = lazily(__name__, dict.fromkeys(_LOOP, "loop") | dict.fromkeys(_ULYSSES, "ulysses"))
+__getattr__ = lazily(__name__, {"pipe": "pipe"} | dict.fromkeys(_LOOP, "loop") | dict.fromkeys(_ULYSSES, "ulysses"))

@@ -50,7 +50,7 @@ OFF = {  # key: what a run would lose if it were left out while it is on
     "compression_training": "compression changes the model", "curriculum_learning": "curriculum learning",
     "data_efficiency": "data sampling and token dropping", "progressive_layer_drop": "dropping of layers",
     "eigenvalue": "quantisation by eigenvalues", "quantize_training": "quantised training",
-    "pipeline": "pipelines by DeepSpeed",
+    "pipeline": "take it out of the file: PipelineModule has arguments for it",
     "hybrid_engine": "generation during training", "weight_quantization": "quantised weights", "nebula": "nebula",
     "comet": "Comet", "compile": "compilation", "zenflow": "ZenFlow", "torch_autocast": "autocast: bf16 is supported",
     "zero_optimization.offload_optimizer": "take it out of the file, and set optimizer.offload",

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from isograd.core.contract import Contract, contract_of
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Stats
 from isograd.errors import IntegrationError
-from isograd.integrations.deepspeed.settings import Settings, read
+from isograd.integrations.deepspeed.settings import Settings, read, refuse
 from isograd.integrations.optimizer import EngineOptimizer, load_state, on_shards, save_state
 from isograd.integrations.shared_rows import CutModels, whole_state
 from isograd.integrations.weights import LabelCounter
@@ -83,24 +83,30 @@ def initialize(
     the same in isograd's words, and dp, cp, tp and ep. What cannot be kept is refused.
     """
     mesh = mesh_for(None)
-    given = next(
-        (one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None), None
-    )
-    if given is None:
-        _refuse("no config", "config=..., a file or a dict; or args.deepspeed_config", mesh)
+    choices = config, config_params, getattr(args, "deepspeed_config", None)
+    given = next((one for one in choices if one is not None), None)
     if not isinstance(given, str | Path | Mapping):
-        _refuse(f"a {type(given).__name__} as config", "a file, or a dict", mesh)
+        refuse(f"a {type(given).__name__} as config", "config=..., a file or a dict; or args.deepspeed_config", mesh)
     if not isinstance(model, nn.Module) or hasattr(model, "mpu"):
-        _refuse(f"a {type(model).__name__} as model", "an nn.Module; pipelines: ig.hf.load under pp", mesh)
+        refuse(f"a {type(model).__name__} as model", "an nn.Module, or a PipelineModule of deepspeed.pipe here", mesh)
     values = dict(given) if isinstance(given, Mapping) else read_json(given, CONFIG, follow=True)
-    settings = read(values, mesh.layout.world_size, _layout_of_groups(layout, mpu, mesh_param, mesh))
-    mesh = mesh_for(settings.layout, "dp cp tp ep")
+    words, axes = _layout_of_groups(layout, mpu, mesh_param, mesh), "dp cp tp ep"
+    kind: type[LoopEngine] | None = getattr(model, "engine_class", None)  # of a PipelineModule, which is cut already
+    if kind is not None and words:
+        refuse("layout, mpu or mesh_param with a PipelineModule", "PipelineModule(..., topology=...)", mesh)
+    if kind is not None:
+        words, axes = str(model.mesh.layout) if mesh.layout.world_size > 1 else "", "dp tp pp"
+    settings = read(values, mesh.layout.world_size, words)
+    if kind is not None and settings.stage > 1:
+        seen = f"stage {settings.stage} with a PipelineModule, whose gradients add up whole over its micro-batches"
+        refuse(seen, '"zero_optimization": {"stage": 1}', mesh)
+    mesh = mesh_for(settings.layout, axes)
     for axis, names in GROUPS.items():
         rank = _ask(mpu, names, "rank")
         if rank not in (None, mesh.index(axis)):
             seen = f"an mpu whose {names[0]} groups are not those of {str(mesh.layout)!r}: it is rank {rank} of one"
-            _refuse(seen, f"rank {mesh.index(axis)}, as tp ranks are neighbours, and then cp ranks", mesh)
-    engine = LoopEngine(model, settings, mesh, optimizer, model_parameters, lr_scheduler)
+            refuse(seen, f"rank {mesh.index(axis)}, as tp ranks are neighbours, and then cp ranks", mesh)
+    engine = (kind or LoopEngine)(model, settings, mesh, optimizer, model_parameters, lr_scheduler)
     loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
     engine.training_dataloader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler
@@ -118,21 +124,14 @@ def _ask(mpu: Any, names: tuple[str, ...], what: str) -> int | None:
 def _layout_of_groups(layout: str | None, mpu: Any, mesh_param: Any, mesh: Mesh) -> str:
     """In words: a layout, or DeepSpeed's own: an mpu with groups, (data, sequence) sizes."""
     if (layout is not None) + (mpu is not None) + (mesh_param is not None) > 1:
-        _refuse("two of layout, mpu and mesh_param", "one of them, or the sizes in the config", mesh)
+        refuse("two of layout, mpu and mesh_param", "one of them, or the sizes in the config", mesh)
     if mesh_param is not None:
         return f"dp{int(mesh_param[0])} cp{int(mesh_param[1])}"
     sizes = {axis: _ask(mpu, names, "world_size") for axis, names in GROUPS.items()}
     if mpu is not None and (set(sizes.values()) == {None} or (sizes["pp"] or 1) > 1):
-        _refuse(
-            "an mpu without groups, or with a pipeline",
-            "get_sequence_parallel_world_size() or get_tensor_model_parallel_world_size()",
-            mesh,
-        )
+        expected = "get_sequence_parallel_world_size() or get_tensor_model_parallel_world_size()"
+        refuse("an mpu without groups, or with a pipeline", expected, mesh)
     return layout or " ".join(f"{axis}{size}" for axis, size in sizes.items() if size is not None)
-
-
-def _refuse(seen: str, expected: str, mesh: Mesh) -> NoReturn:
-    raise IntegrationError("IG868", seen=seen, expected=expected, where=mesh.describe_rank())
 
 
 class LoopEngine(nn.Module):
@@ -148,10 +147,11 @@ class LoopEngine(nn.Module):
         self.module, self._cut_models = model, CutModels(mesh)
         make = optimizer if optimizer is not None else settings.optimizer
         if make is None:
-            _refuse("no optimizer", "optimizer=..., or one in the config", mesh)
+            refuse("no optimizer", "optimizer=..., or one in the config", mesh)
         ready = isinstance(make, torch.optim.Optimizer) or parameters is not None
         made = self._made(make, parameters) if ready else None
-        self._cut_models.cut(model)
+        if not hasattr(model, "engine_class"):
+            self._cut_models.cut(model)
         if made is None:
             made = self._made(make, [p for p in model.parameters() if p.requires_grad])
         self._cut_models.follow(made)
@@ -162,7 +162,7 @@ class LoopEngine(nn.Module):
         self.optimizer = EngineOptimizer(self.engine, self._stepped, self._refuse_to_drop)
         plan = scheduler if scheduler is not None else settings.schedule
         self.lr_scheduler: Any = plan(self.engine.optimizer) if callable(plan) else plan
-        self.training_dataloader: DataLoader[Any] | None = None
+        self.training_dataloader: Any = None
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._of_step = (0, 0)  # the step under way, by the engine's count, and how many of its micro-batches are over
         self._boundary: bool | None = None  # as the loop has said; None: counted
@@ -171,12 +171,11 @@ class LoopEngine(nn.Module):
         if settings.unused and mesh.rank == 0:
             print(f"isograd: of the DeepSpeed config nothing writes to {', '.join(settings.unused)}", file=sys.stderr)
 
-    def _made(self, make: Any, parameters: Any) -> torch.optim.Optimizer:
+    def _made(self, make: Any, parameters: Any) -> Any:
         try:
-            made: torch.optim.Optimizer = make if isinstance(make, torch.optim.Optimizer) else make(parameters)
+            return make if isinstance(make, torch.optim.Optimizer) else make(parameters)
         except (TypeError, ValueError) as error:
-            _refuse(f"an optimizer whose options torch refuses: {error}", "options of the right kinds", self.mesh)
-        return made
+            refuse(f"an optimizer whose options torch refuses: {error}", "options of the right kinds", self.mesh)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -185,9 +184,11 @@ class LoopEngine(nn.Module):
             if name == "module":
                 raise
             if name in NOT_HERE:
-                _refuse(f"engine.{name}", "engine(...), engine.backward(loss, weight=...) and engine.step()", self.mesh)
-            if name in OF_CONFIG:
-                return partial(OF_CONFIG[name], self.settings)
+                refuse(f"engine.{name}", "engine(...), engine.backward(loss, weight=...) and engine.step()", self.mesh)
+            if name in OF_MESH:
+                return OF_MESH[name](self.mesh)
+            if name in SAID:
+                return partial(SAID[name], self)
             return getattr(self.module, name)
 
     # -- a micro-batch
@@ -198,7 +199,7 @@ class LoopEngine(nn.Module):
         if not self._cut_models.shares_rows:
             return self.module(*args, **kwargs)
         if args:
-            _refuse("positional arguments", "engine(input_ids=..., labels=..., attention_mask=...)", self.mesh)
+            refuse("positional arguments", "engine(input_ids=..., labels=..., attention_mask=...)", self.mesh)
         batch = {name: value.to(self.device) for name, value in kwargs.items() if isinstance(value, Tensor)}
         return self.module(**batch)
 
@@ -212,10 +213,8 @@ class LoopEngine(nn.Module):
     ) -> Tensor:
         """weight: how many labels (rows, ...) the loss is the mean of. Nothing divides it."""
         if retain_graph or not scale_wrt_gas:
-            _refuse(
-                f"backward(retain_graph={retain_graph}, scale_wrt_gas={scale_wrt_gas})",
-                "the mean loss of a micro-batch, undivided, once", self.mesh,
-            )  # fmt: skip
+            seen = f"backward(retain_graph={retain_graph}, scale_wrt_gas={scale_wrt_gas})"
+            refuse(seen, "the mean loss of a micro-batch, undivided, once", self.mesh)
         if self._cut_models.shares_rows:
             weight = self._cut_models.weight_of(loss, weight, "engine.backward(engine(**batch).loss)")
         reduces = self._syncing and (self.is_gradient_accumulation_boundary() or self.settings.stage > 1)
@@ -250,7 +249,7 @@ class LoopEngine(nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At the boundary of an accumulation the engine's step, on all ranks; else only a count."""
         if not self._syncing:
-            _refuse("step inside no_sync", "step after the with block", self.mesh)
+            refuse("step inside no_sync", "step after the with block", self.mesh)
         over = self._micros_over() + 1
         if not self.is_gradient_accumulation_boundary():
             self._of_step = self.engine.step_state.ended, over
@@ -272,64 +271,15 @@ class LoopEngine(nn.Module):
     def _refuse_to_drop(self) -> None:
         """DeepSpeed's own drops gradients at stage 0, keeps them at others, and counts micro-batches on at all."""
         if self._micros_over() or not self.engine.step_state.empty:
-            _refuse(
-                "zero_grad in the middle of a step",
-                "none, as a step leaves no gradients; or engine.engine.discard(), which drops the step on all ranks",
-                self.mesh,
-            )
-
-    def was_step_applied(self) -> bool:
-        """Whether the last step was not skipped."""
-        return self.optimizer.stats is not None and not self.optimizer.step_was_skipped
-
-    def get_global_grad_norm(self) -> float | None:
-        """Of the last step's mean gradient, before clipping."""
-        return None if self.optimizer.stats is None else self.optimizer.stats.grad_norm
-
-    def get_lr(self) -> list[float]:
-        """Of each group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def get_mom(self) -> list[Any]:
-        """Betas, or momentum, of each group."""
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
-
-    def destroy(self) -> None:
-        """Nothing: the engine goes with its last reference."""
-
-    # -- about the world
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's."""
-        return self.mesh.device
-
-    @property
-    def global_rank(self) -> int:
-        """Of the world."""
-        return self.mesh.rank
-
-    @property
-    def local_rank(self) -> int:
-        """On this machine."""
-        return int(os.environ.get("LOCAL_RANK", self.mesh.rank))
-
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-        return self.mesh.layout.world_size
-
-    @property
-    def dp_world_size(self) -> int:
-        """Ranks, or sequence groups of them, that have rows of their own."""
-        return self.mesh.size("dp")
+            expected = "none, as a step leaves no gradients; or engine.engine.discard(), which drops it on all ranks"
+            refuse("zero_grad in the middle of a step", expected, self.mesh)
 
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, data_sampler: Any = None,
-        collate_fn: Callable[..., Any] | None = None, num_local_io_workers: int = 0, **_: Any,
+        collate_fn: Callable[..., Any] | None = None, num_local_io_workers: int = 0, shuffle: bool = True, **_: Any,
     ) -> DataLoader[Any]:  # fmt: skip
         """A loader of this rank's rows; `loader.sampler.set_epoch` shuffles anew, as DeepSpeed's does."""
-        sampler = data_sampler or DistributedSampler(dataset, self.dp_world_size, self.mesh.index("dp"))
+        sampler = data_sampler or DistributedSampler(dataset, self.dp_world_size, self.mesh.index("dp"), shuffle)
         return DataLoader(
             dataset, batch_size or self.settings.micro, sampler=sampler, collate_fn=collate_fn,
             drop_last=self.settings.drop_last, num_workers=num_local_io_workers,
@@ -366,22 +316,19 @@ class LoopEngine(nn.Module):
         Without the optimizer's state only weights are loaded, and no count.
         """
         if custom_load_fn is not None:
-            _refuse("custom_load_fn", "weights as they were saved", self.mesh)
+            refuse("custom_load_fn", "weights as they were saved", self.mesh)
         place = Path(load_dir)
         latest = place / LATEST
         tag = tag or all_gather_object(read_text(latest, 4096).strip() if latest.is_file() else None, self.mesh)[0]
         if tag is None:
-            warnings.warn(
-                f"isograd: {place} has no file 'latest', and no tag was given: nothing is loaded", stacklevel=2
-            )
+            said = f"isograd: {place} has no file 'latest', and no tag was given: nothing is loaded"
+            warnings.warn(said, stacklevel=2)
             return None, None
         place = place / self._name_of(tag)
         there, foreign = all_gather_object([(place / FOLDER).is_dir(), any(place.glob("*_states.pt"))], self.mesh)[0]
         if not there:
-            raise IntegrationError(
-                "IG860", seen="DeepSpeed's files, which are pickles" if foreign else f"no folder {FOLDER!r} in it",
-                place=place.name, where=self.mesh.describe_rank(),
-            )  # fmt: skip
+            seen = "DeepSpeed's files, which are pickles" if foreign else f"no folder {FOLDER!r} in it"
+            raise IntegrationError("IG860", seen=seen, place=place.name, where=self.mesh.describe_rank())
         if load_module_only or not load_optimizer_states:
             self._load_weights(place / FOLDER)
             return str(place), {}
@@ -405,19 +352,33 @@ class LoopEngine(nn.Module):
     def _name_of(self, tag: object) -> str:
         """A tag is the name of a folder."""
         if not isinstance(tag, str) or tag in ("", ".", "..") or Path(tag).name != tag:
-            _refuse(f"the tag {tag!r} of a checkpoint", "the name of a folder, without a path", self.mesh)
+            refuse(f"the tag {tag!r} of a checkpoint", "the name of a folder, without a path", self.mesh)
         return tag
 
 
 NOT_HERE = {"train_batch", "eval_batch", "save_16bit_model", "save_fp16_model", "allreduce_gradients"}
 COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-OF_CONFIG: dict[str, Callable[[Settings], Any]] = {  # methods of DeepSpeed's engine that say what its config says
-    "train_batch_size": lambda settings: settings.batch,
-    "train_micro_batch_size_per_gpu": lambda settings: settings.micro,
-    "gradient_accumulation_steps": lambda settings: settings.steps,
-    "gradient_clipping": lambda settings: settings.clip,
-    "zero_optimization_stage": lambda settings: settings.stage,
-    "zero_optimization": lambda settings: settings.stage > 0,
-    "bfloat16_enabled": lambda settings: settings.bf16,
-    "fp16_enabled": lambda settings: False,
+OF_MESH: dict[str, Callable[[Mesh], Any]] = {  # its properties
+    "device": lambda mesh: mesh.device,
+    "global_rank": lambda mesh: mesh.rank,
+    "local_rank": lambda mesh: int(os.environ.get("LOCAL_RANK", mesh.rank)),  # on this machine
+    "world_size": lambda mesh: mesh.layout.world_size,
+    "dp_world_size": lambda mesh: mesh.size("dp"),  # ranks, or groups of them, that have rows of their own
+}
+SAID: dict[str, Callable[[LoopEngine], Any]] = {  # methods without arguments
+    "was_step_applied": lambda engine: engine.optimizer.stats is not None and not engine.optimizer.step_was_skipped,
+    "get_global_grad_norm": lambda engine: engine.optimizer.stats and engine.optimizer.stats.grad_norm,  # not clipped
+    "get_lr": lambda engine: [group["lr"] for group in engine.optimizer.param_groups],
+    "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in engine.optimizer.param_groups],
+    "is_first_stage": lambda engine: engine.mesh.index("pp") == 0,
+    "is_last_stage": lambda engine: engine.mesh.index("pp") == engine.mesh.layout.pp - 1,
+    "destroy": lambda engine: None,  # the engine goes with its last reference
+    "train_batch_size": lambda engine: engine.settings.batch,
+    "train_micro_batch_size_per_gpu": lambda engine: engine.settings.micro,
+    "gradient_accumulation_steps": lambda engine: engine.settings.steps,
+    "gradient_clipping": lambda engine: engine.settings.clip,
+    "zero_optimization_stage": lambda engine: engine.settings.stage,
+    "zero_optimization": lambda engine: engine.settings.stage > 0,
+    "bfloat16_enabled": lambda engine: engine.settings.bf16,
+    "fp16_enabled": lambda engine: False,
 }

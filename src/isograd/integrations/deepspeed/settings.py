@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.errors import IntegrationError
 from isograd.integrations.deepspeed.config import batch_of, cut_sizes, dtype_of
 from isograd.integrations.deepspeed.keys import KeyOutcome, Keys, opened
@@ -69,7 +70,8 @@ def read(values: object, ranks: int, words: str = "") -> Settings:
     words += f" cp{cp} ulysses" if cp > asked.cp else ""
     words += f" tp{tp}" if tp > asked.tp else ""
     words += f" zero{stage}" if "zero" not in words else ""
-    batch, steps, _ = batch_of(keys, ranks, cp * tp)
+    shared = cp * tp * asked.pp  # ranks that have the same rows
+    batch, steps, _ = batch_of(keys, ranks, shared)
     keys.rest()
     wrong = [row for row in keys.rows if row.fate in ("refused", "open")]
     if any(offload) and not stage:
@@ -82,9 +84,15 @@ def read(values: object, ranks: int, words: str = "") -> Settings:
             expected="keys that isograd keeps, or that have no meaning here; no 'auto'",
             fix="change or remove them: 'isograd config from FILE' lists every key",
         )
-    micro = batch // (ranks // (cp * tp) * steps)
+    micro = batch // (ranks // shared * steps)
     own = optimizer, schedule, drop_last, untested, unused
     return Settings(batch, micro, steps, stage, words, any(offload), bf16, clip, *own)
+
+
+def refuse(seen: str, expected: str, mesh: Mesh | None = None) -> NoReturn:
+    """Raise IG868, what a loop or a layer of DeepSpeed's cannot be asked here."""
+    where = None if mesh is None else mesh.describe_rank()
+    raise IntegrationError("IG868", seen=seen, expected=expected, where=where)
 
 
 def _offloads(keys: Keys) -> bool:

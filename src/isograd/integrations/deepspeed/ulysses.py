@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from isograd.comm import raw, world
 from isograd.comm.group import Group
 from isograd.comm.transport import group_of_torch, is_of_torch
 from isograd.core.mesh import Mesh
-from isograd.errors import IntegrationError
+from isograd.integrations.deepspeed.settings import refuse
 from isograd.integrations.world import mesh_for
 from isograd.sequence import ulysses
 
@@ -43,10 +44,8 @@ class DistributedAttention(nn.Module):
         """sp_stream, num_kv_heads: taken, and not needed; one exchange carries all, and heads are counted."""
         super().__init__()
         if scatter_idx != 2 or gather_idx not in LAYOUTS:
-            _refuse(
-                f"scatter_idx={scatter_idx}, gather_idx={gather_idx}", "scatter_idx=2, the heads, and the sequence "
-                "as gather_idx: 0 for [s, b, h, d], 1 for [b, s, h, d]",
-            )  # fmt: skip
+            expected = "scatter_idx=2, the heads; gather_idx, the sequence: 0 for [s, b, h, d], 1 for [b, s, h, d]"
+            refuse(f"scatter_idx={scatter_idx}, gather_idx={gather_idx}", expected)
         self.local_attn, self.spg = local_attention, sequence_process_group
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
         self._group = sequence_process_group if isinstance(sequence_process_group, Group) else _group(self.spg)
@@ -58,12 +57,12 @@ class DistributedAttention(nn.Module):
         if type(batch_dim_idx) is not int:  # older versions have no such argument
             args = args if batch_dim_idx is None else (batch_dim_idx, *args)
         elif batch_dim_idx != 1 - self.gather_idx:
-            _refuse(f"batch_dim_idx={batch_dim_idx}, gather_idx={self.gather_idx}", "one of them 0, the other 1")
+            refuse(f"batch_dim_idx={batch_dim_idx}, gather_idx={self.gather_idx}", "one of them 0, the other 1")
         if kwargs.pop("rotary_pos_emb", None) is not None:
-            _refuse("rotary_pos_emb", "positions that turn q and k before the exchange, or in local_attention")
+            refuse("rotary_pos_emb", "positions that turn q and k before the exchange, or in local_attention")
         wrong = [tuple(t.shape) for t in (query, key, value) if t.dim() != 4]
         if wrong:
-            _refuse(f"tensors of shape {wrong}", f"four dimensions, {', '.join(LAYOUTS[self.gather_idx])}")
+            refuse(f"tensors of shape {wrong}", f"four dimensions, {', '.join(LAYOUTS[self.gather_idx])}")
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.local_attn(q, k, v, *args, **kwargs)
@@ -75,27 +74,11 @@ class SequenceGroups:
     """An mpu: the sequence groups, neighbours, and the data groups across them."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """How many ranks share a sequence."""
-        return self._mesh.size("cp")
-
-    def get_sequence_parallel_rank(self) -> int:
-        """This rank's part of it."""
-        return self._mesh.index("cp")
-
-    def get_sequence_parallel_group(self) -> Any:
-        """torch's process group of them."""
-        return self._mesh.group("cp").transport.process_group
-
-    def get_data_parallel_world_size(self) -> int:
-        """How many sequence groups there are."""
-        return self._mesh.size("dp")
-
-    def get_data_parallel_rank(self) -> int:
-        """This one's number."""
-        return self._mesh.index("dp")
+        self.get_sequence_parallel_world_size = partial(mesh.size, "cp")
+        self.get_sequence_parallel_rank = partial(mesh.index, "cp")
+        self.get_sequence_parallel_group = lambda: mesh.group("cp").transport.process_group  # torch's
+        self.get_data_parallel_world_size = partial(mesh.size, "dp")  # how many sequence groups there are
+        self.get_data_parallel_rank = partial(mesh.index, "dp")
 
 
 class UlyssesSPAttentionHF:
@@ -111,9 +94,9 @@ class UlyssesSPAttentionHF:
 
         All else is taken, and not needed: any head count and length is cut, with the model's own sdpa or eager."""
         if type(sequence_parallel_size) is not int or sequence_parallel_size < 1:
-            _refuse(f"sequence_parallel_size={sequence_parallel_size!r}", "a whole number from 1")
+            refuse(f"sequence_parallel_size={sequence_parallel_size!r}", "a whole number from 1")
         if disable_in_eval:
-            _refuse("disable_in_eval=True", "the same layout in evaluation, of whole rows on every rank of a group")
+            refuse("disable_in_eval=True", "the same layout in evaluation, of whole rows on every rank of a group")
         if sequence_parallel_size == 1:
             return None
         return SequenceGroups(mesh_for(f"cp{sequence_parallel_size}", "dp cp"))
@@ -124,7 +107,7 @@ class _Rows(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         if name == "shift_labels":
-            _refuse('batch["shift_labels"]', "loss = engine(**batch).loss; engine.backward(loss)")
+            refuse('batch["shift_labels"]', "loss = engine(**batch).loss; engine.backward(loss)")
         raise KeyError(name)
 
 
@@ -153,11 +136,11 @@ class UlyssesSPDataLoaderAdapter:
             if raised is not None:
                 raise raised
             if failed := {rank: said for rank, said in enumerate(of_all) if isinstance(said, str)}:
-                _refuse(f"a loader that raised, by sequence rank: {failed}", "batches, or the end, on every rank")
+                refuse(f"a loader that raised, by sequence rank: {failed}", "batches, or the end, on every rank")
             if any(batch is None for batch in of_all):
                 ended = [rank for rank, batch in enumerate(of_all) if batch is None]
                 if len(ended) < len(of_all):
-                    _refuse(f"loaders of sequence ranks {ended} that ended before the others", "as many batches each")
+                    refuse(f"loaders of sequence ranks {ended} that ended before the others", "as many batches each")
                 return
             for batch in (one for one in of_all if isinstance(one, dict)):
                 yield _Rows({name: value.to(self.device) for name, value in batch.items()})
@@ -165,7 +148,7 @@ class UlyssesSPDataLoaderAdapter:
 
 def _of_tensors(batch: Mapping[str, Any] | None) -> Mapping[str, Tensor] | None:
     if odd := [name for name, value in (batch or {}).items() if not isinstance(value, Tensor)]:
-        _refuse(f"a batch whose {odd} are no tensors", "tensors alone")
+        refuse(f"a batch whose {odd} are no tensors", "tensors alone")
     return batch
 
 
@@ -199,9 +182,5 @@ def _batch(flat: Tensor, head: int) -> dict[str, Tensor] | str | None:
 def _group(process_group: Any) -> Group:
     """A process group of torch's as a group of isograd's."""
     if not is_of_torch(process_group):
-        _refuse(f"{process_group!r} as sequence_process_group", "a process group of torch.distributed")
+        refuse(f"{process_group!r} as sequence_process_group", "a process group of torch.distributed")
     return group_of_torch(process_group, "cp")
-
-
-def _refuse(seen: str, expected: str) -> Any:
-    raise IntegrationError("IG868", seen=seen, expected=expected)
