@@ -56,7 +56,7 @@ CONSEQUENCES: dict[str, Row] = {
         Row(hides=DRIFT | {"gather-backward-sum"}, spoils=NO_PATTERN | {"gather-backward-sum"}),
     ),
     **dict.fromkeys(("bias-per-micro", "recompute-flip"), Row(hides=LATER_STEPS, spoils=NO_PATTERN)),
-    "norm-omits-experts": Row(hides=DRIFT | {"clip-per-rank"}),
+    **dict.fromkeys(("norm-omits-experts", "accum-clipped"), Row(hides=DRIFT | {"clip-per-rank"})),
     "gather-cut": Row(hides=DRIFT | {"cut-graph"}, spoils=NO_PATTERN),
     "bf16-reduction": Row(spoils=NO_PATTERN, knows_line=True),
     **dict.fromkeys(SPOILING, Row(spoils=NO_PATTERN)),

@@ -37,8 +37,10 @@ BUGS: dict[str, Bug] = {
         "every all-reduce of .grad after backward: DistributedDataParallel has done it",
     ),
     "parameters-mixed": Bug(
-        "ranks have gradients of different parameters, and FSDP2 reduces those that a rank has as one buffer",
-        "heads and experts that some ranks do not use: let each take part in every loss, with 0 times its output",
+        "ranks have gradients of different parameters, and those that a rank has are reduced as one buffer (FSDP2, or a "
+        "flat one by hand)",
+        "heads and experts that some ranks do not use: let each take part in every loss, with 0 times its output, or put "
+        "zeros where `.grad` is None before the buffer is made",
     ),
     "inputs-differ": Bug(
         "ranks that hold parts of one model were given different data: a sampler that counts every rank as a data rank",
@@ -158,6 +160,10 @@ BUGS: dict[str, Bug] = {
         "under torch's loss_parallel() log_softmax has no backward of its own: only cross-entropy's gradient is right",
         "uses of log_softmax inside loss_parallel() other than the loss: an entropy, label smoothing, a z-loss; gather "
         "the logits for them, or compute them outside",
+    ),
+    "accum-clipped": Bug(
+        "gradients are clipped after every backward, and not once behind the last one",
+        "the clip inside the accumulation loop: it belongs behind the loop, before the step",
     ),
     "accum-undivided": Bug(
         "the mean over micro-batches is missing: gradients are multiplied by their number",

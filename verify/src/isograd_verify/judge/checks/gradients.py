@@ -11,7 +11,7 @@ from isograd_verify import tolerances
 from isograd_verify.judge import patterns
 from isograd_verify.judge.analysis import ELSEWHERE, Analysis, Observed
 from isograd_verify.judge.checks.copies import exchange
-from isograd_verify.judge.checks.norms import clipped_apart
+from isograd_verify.judge.checks.norms import clipped_apart, clipped_early
 from isograd_verify.judge.checks.traffic import reduced_in_half, reductions
 from isograd_verify.judge.contributions import Fit, fit
 from isograd_verify.judge.naming import bug_of, class_of, classes_of
@@ -165,6 +165,8 @@ def _read_pattern(analysis: Analysis, seen: Observed, found: Fit, loose: float, 
         symptom = patterns.read(shared, seen.own, analysis.counts, loose)
     if symptom.kind == patterns.MIXED and clipped_apart(analysis, found.coefficients):
         symptom = Symptom(patterns.CLIPPED)
+    if symptom.kind == patterns.MIXED and clipped_early(analysis, found.coefficients):
+        symptom = Symptom(patterns.CLIPPED_EARLY)
     if symptom.kind == patterns.SCALED:  # equal, but for rounding
         read.possible[seen.name] = (symptom.value,)
         read.scales.setdefault(seen.name, {}).update(dict.fromkeys(seen.ranks, symptom.value))
@@ -374,7 +376,7 @@ def _mixed(analysis: Analysis, names: Collection[str]) -> tuple[str, ...]:
     """Tensors of one shape, each without a gradient on some rank, that are a sum of contributions together alone."""
     alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in analysis.names if names else ():
-        if analysis.covered(name) and {rank for rank, _ in analysis.parts[name]} < set(analysis.holders(name)):
+        if analysis.parts[name] and {rank for rank, _ in analysis.parts[name]} < set(analysis.holders(name)):
             alike[analysis.info(name).whole].append(name)
     found: list[str] = []
     for tensors in alike.values():
