@@ -52,6 +52,11 @@ BUGS: dict[str, Bug] = {
         "its backward: a gather's adjoint sums what all ranks send back and takes this rank's part, a sum's adjoint "
         "sums; make gradients contiguous before a collective reads their memory",
     ),
+    "input-unreduced": Bug(
+        "a layer that is cut over ranks takes an input that all of them hold, and nobody sums the input's gradient",
+        "every use of such an input, a side branch's too: Megatron's copy_to_tensor_model_parallel_region, whose "
+        "backward is an all-reduce; or a loss that is not the same on all of these ranks",
+    ),
     "norm-unreduced": Bug(
         "norm gradients under sequence parallelism are sums over this rank's tokens only",
         "the all-reduce over the tensor-parallel group of every parameter that works on a sequence shard",

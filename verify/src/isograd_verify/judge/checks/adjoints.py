@@ -2,7 +2,9 @@
 
 A call is judged where its contents show that it was linear: a gather, an exchange, a part of a whole, a sum over ranks.
 Where ranks hold copies, two conventions are right beside the plain one: what came back is one gradient that all ranks
-computed, and counts once; or what was given is one tensor, and each rank is sent back the whole of its gradient.
+computed, and counts once; or what was given is one tensor, and each rank is sent back the whole of its gradient. A sum
+that sends back what came is right for one gradient: where ranks with the same data send it several, a later layer is
+wrong.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ Calls = dict[int, Function]  # by rank
 def adjoints(analysis: Analysis) -> Iterator[Finding]:
     """The backward of a function that gathers, sums or exchanges tensors is its adjoint."""
     told: set[str] = set()
+    names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+    later: Finding | None = None
     for calls in _together(analysis):
         first = next(iter(calls.values()))
         parts = {rank: _parts(analysis, rank, call) for rank, call in calls.items()}
@@ -39,15 +43,24 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
         overflow = not math.isfinite(made + given + size)
         if right or overflow or first.site in told or not _linear(calls, parts):
             continue
+        axis = axis_over(analysis.recording, tuple(calls))
+        if _passes_copies(analysis, parts):
+            sentence = (
+                f"step {analysis.step}: what {first.name} at {first.site} makes is one tensor on {axis}, which were "
+                "given the same data, and each rank sends back another gradient to it: a later layer does not sum that "
+                "of its input"
+            )
+            later = finding(BUG, "input-unreduced", sentence, tensors=names, axis=axis, site=first.site)
+            continue
         told.add(first.site)
         sentence = (
             f"step {analysis.step}: {first.name} at {first.site}: its backward is not the adjoint of its forward: what "
             f"it made times what came back is {made:.6g} over the ranks, what it was given times what it sent back "
             f"{given:.6g}"
         )
-        names = tuple(n for n in analysis.names if analysis.info(n).gradient)
-        axis = axis_over(analysis.recording, tuple(calls))
         yield finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
+    if later is not None:
+        yield later
 
 
 def unjudged(analysis: Analysis) -> list[Function]:
@@ -77,6 +90,13 @@ def _together(analysis: Analysis) -> Iterator[Calls]:
 def _parts(analysis: Analysis, rank: int, call: Function) -> dict[str, Tensor]:
     group = analysis.recording.ranks[rank].group(analysis.step, f"function/{call.number}")
     return {part: group[part] for part in ("in", "out", "came", "sent")}
+
+
+def _passes_copies(analysis: Analysis, parts: dict[int, dict[str, Tensor]]) -> bool:
+    """Whether ranks with the same data get back what they made in common, each its own gradient, which is passed on."""
+    given, each = analysis.given(parts), [*parts.values()]
+    same = all(given) and all(one == given[0] for one in given) and _alike([p["out"] for p in each])
+    return same and not _alike([p["in"] for p in each]) and all(_close(p["sent"], p["came"]) for p in each)
 
 
 def _alike(sketches: list[Tensor]) -> bool:

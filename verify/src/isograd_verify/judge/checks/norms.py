@@ -98,8 +98,9 @@ def clipped_early(analysis: Analysis, found: dict[Key, float]) -> bool:
     clip = {rank: max(micro for r, micro in events if r == rank) for rank, _ in events}
     behind = [value for (rank, m), value in found.items() if micro_of(m) > clip.get(rank, last)]
     before = [value for (rank, m), value in found.items() if micro_of(m) <= clip.get(rank, last)]
-    each = {rank for rank, _ in found} <= clip.keys()
-    return each and spread(behind) <= tolerances.ONE_FACTOR and max(before, default=math.inf) <= max(behind) * 1.01
+    if not before or {rank for rank, _ in found} - clip.keys() or spread(behind) > tolerances.ONE_FACTOR:
+        return False
+    return max(before) <= max(behind) * (1 + tolerances.ONE_FACTOR)
 
 
 def _unlike(values: dict[int, float]) -> tuple[int, ...]:
