@@ -32,9 +32,10 @@ WEIGH = "put 'loss = isograd_verify.weigh(loss, number_of_labels)' behind the li
 class NoReference(Exception):
     """Why there is no step of one device to compare with, and what would make one."""
 
-    def __init__(self, why: str, fix: str) -> None:
+    def __init__(self, why: str, fix: str, bug: str = "") -> None:
+        """`bug`: what is wrong in the program itself, where that is the reason."""
         super().__init__(why)
-        self.why, self.fix = why, fix
+        self.why, self.fix, self.bug = why, fix, bug
 
 
 class Mixed(NoReference):

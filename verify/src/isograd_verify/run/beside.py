@@ -42,6 +42,7 @@ from isograd_verify.record.events import Backward, Collective, Lost, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
+from isograd_verify.tell.wording import finding
 from isograd_verify.watch.calls import CACHE, GRAPH
 
 MOST_STARTS = 16
@@ -106,7 +107,8 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
         for site, times in reference.about.get("scale", {}).items():
             beside.findings = [_open(found, site, times) for found in beside.findings]
     except NoReference as error:
-        return _not_compared(subject, error.why, error.fix)
+        found = finding(BUG, error.bug, error.why) if error.bug else None
+        return _not_compared(subject, error.why, error.fix, found)
     except VerifyError as error:
         fix = "make inputs and labels before the model is called, as local variables of the functions around the call"
         return _not_compared(subject, error.what, fix if error.code == "IG722" else str(error.fix or ""))
@@ -123,9 +125,9 @@ def _open(found: Finding, site: str, times: float) -> Finding:
     return replace(found, verdict=INCONCLUSIVE, sentence=f"{found.sentence}, as one device computes it; {why}")
 
 
-def _not_compared(subject: Subject, why: str, fix: str) -> Subject:
+def _not_compared(subject: Subject, why: str, fix: str, found: Finding | None = None) -> Subject:
     said = Finding(INCONCLUSIVE, "", f"not compared with one device: {why}", look=fix)
-    subject.findings = [said, *subject.findings]
+    subject.findings = [found or said, *subject.findings]
     return subject
 
 
@@ -209,6 +211,8 @@ def _pair(alone: WorldOfOne) -> tuple[Recording, Recording, list[Again]]:
         reference, renamed = chained(candidate)
         return renamed, reference, []
     except NoReference as error:
+        if error.bug:
+            raise
         try:
             return candidate, *_reference(alone)
         except NoReference as other:

@@ -182,6 +182,10 @@ BUGS: dict[str, Bug] = {
         "pipeline stages divide what the stages behind them have divided already",
         "every division by the number of micro-batches: only the loss, on the last stage, is divided",
     ),
+    "micro-batches-swapped": Bug(
+        "a pipeline stage takes its micro-batches up in backward in another order than gradients come back",
+        "what backward takes from a list of outputs: list.pop() takes the last one, gradients come first in, first out",
+    ),
     "bias-n-times": Bug(
         "a bias is added on every tensor-parallel rank before the outputs are summed",
         "the row-parallel linear: add the bias after the all-reduce",
