@@ -128,8 +128,12 @@ def total(roots: Any) -> Tensor:
 def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What calls of several ranks were made with, as one call: the rows of one rank under those of another, filled up
     with zeros to one length. The first argument says how many rows a rank has; what has no rows must be equal, but for
-    single numbers, which are left as they are."""
-    rows = [next(len(t) for name, t in one.items() if name.startswith("argument/") and t.dim()) for one in kept]
+    single numbers, which are left as they are. Views that stand one under the other in the first argument (SimCLR) still do so."""
+    first_of = [next(name for name, t in one.items() if name.startswith("argument/") and t.dim()) for one in kept]
+    rows = [len(one[name]) for one, name in zip(kept, first_of, strict=True)]
+    views = {tuple(_views(one[name], one)) for one, name in zip(kept, first_of, strict=True)}
+    several = views.pop() if len(views) == 1 else ()
+    of_view = [len(one[several[0]]) for one in kept] if several else rows
     found = {}
     for name, first in kept[0].items():
         parts = [one[name] for one in kept if name in one]
@@ -137,12 +141,26 @@ def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
             found[name] = first
         if not first.dim():
             continue
-        if name.startswith(("generator/", "state/")) or [len(p) for p in parts] != rows:
+        if name.startswith(("generator/", "state/")) or [len(p) for p in parts] not in (rows, of_view):
             if name.startswith("argument/") and name not in found:
                 raise RuntimeError(f"{name.partition('/')[2]} of several ranks cannot be put together as rows")
             continue
         sizes = [max(p.shape[d] for p in parts) for d in range(1, first.dim())]
         found[name] = torch.cat([_filled(p, sizes) for p in parts])
+    return found | ({first_of[0]: torch.cat([found[name] for name in several])} if several else {})
+
+
+def _views(whole: Tensor, kept: dict[str, Tensor]) -> list[str]:
+    """The variables whose rows are those of an argument, one under the other; none where there are not several."""
+    found, at = [], 0
+    variables = {n: t for n, t in kept.items() if t.dim() and not n.startswith("argument/")}
+    held = {n: t for n, t in variables.items() if t.dtype == whole.dtype and 0 < len(t) < len(whole)}
+    while at < len(whole):
+        name = next((n for n, t in held.items() if torch.equal(t, whole[at : at + len(t)])), "")
+        if not name:
+            return []
+        found.append(name)
+        at += len(held[name])
     return found
 
 
