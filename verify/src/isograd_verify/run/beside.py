@@ -316,16 +316,15 @@ def _at_once(alone: WorldOfOne, reference: Recording, micros: list[int], errors:
     """Whether one device has other gradients of the rows of all ranks in one batch than of each rank's by themselves,
     which go the way that they went on the ranks. `errors`: to add to."""
     ranks = distinct(alone.candidate)
-    own: list[Finding] = []
     try:
         first, whole = replace(alone, replay=False).again("together", [(ranks, micro, 1) for micro in micros], True)
         if len(whole) == len(micros) and (sites := other_terms(alone.candidate, whole)):
-            own = [Finding(NOTE, "", OWN_TERM.format(" and ".join(sites)))]
+            return [Finding(NOTE, "", OWN_TERM.format(" and ".join(sites)))]
         apart = at_once(alone.candidate, first, whole, reference) if len(whole) == len(micros) else {}
     except NoReference:  # it has another loss, or calls that cannot be joined
-        return own
+        return []
     if not apart:
-        return own
+        return []
     errors |= apart
     names = tuple(sorted(apart, key=lambda name: -apart[name]))
     sentence = (

@@ -101,8 +101,8 @@ BUGS: dict[str, Bug] = {
         "every all_gather or all_to_all of scores: it needs an adjoint, as that of the tokens does",
     ),
     "aux-times-world": Bug(
-        "the balance loss is a mean on each rank already, and is multiplied by the number of ranks with the loss of "
-        "the labels, which is a sum over all ranks' labels",
+        "a term that each rank has whole (a balance loss, a penalty of weights) is summed over the ranks with the loss "
+        "of the labels, of which each rank has a part",
         "what multiplies the whole loss by the number of ranks or divides it by accumulation: it must not touch a term "
         "that is a mean by itself",
     ),

@@ -7,6 +7,7 @@ the state of the random generators, and what modules carry from step to step (`s
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from isograd_verify.watch.capture import Capture
 
 LIMIT = 1 << 28  # bytes of one call
+PLAIN = (str, int, float, bool)  # arguments that are kept beside tensors
 # Calls with a graph, and calls without one whose outputs a loss takes all the same: GradCache computes representations
 # so, takes the gradient of the loss to them, and calls the model again for its own. Of the latter kind are kept those
 # of a backward that has no call with a graph.
@@ -103,6 +105,7 @@ class Calls:
             return
         self.last[kind] = *now, self.last[kind][2] + 1 if self.last[kind][:2] == now else 0
         kept, size = generators(), self.cached if kind == CACHE else 0
+        kept |= plain(args, kwargs)
         for name, value in found(args, kwargs).items():
             tensor = value.get_state() if isinstance(value, torch.Generator) else value
             size += tensor.numel() * tensor.element_size()
@@ -119,6 +122,12 @@ class Calls:
             save_file(kept, self.capture.out.path / file_of(*self.last[kind], kind))
 
 
+def plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """Words and numbers among the arguments, each as the bytes of its JSON."""
+    held = {n: a for n, a in ({str(i): a for i, a in enumerate(args)} | kwargs).items() if type(a) in PLAIN}
+    return {f"plain/{n}": torch.tensor(list(json.dumps(a).encode()), dtype=torch.uint8) for n, a in held.items()}
+
+
 def total(roots: Any) -> Tensor:
     """The number with which a backward began."""
     own = [roots] if isinstance(roots, Tensor) else roots
@@ -128,7 +137,7 @@ def total(roots: Any) -> Tensor:
 def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What calls of several ranks were made with, as one call: the rows of one rank under those of another, filled up
     with zeros to one length. The first argument says how many rows a rank has; what has no rows must be equal, but for
-    single numbers, which are left as they are. Views that stand one under the other in the first argument (SimCLR) still do so."""
+    single numbers, which are left as they are. Views that stand one under the other in the first argument still do so."""
     first_of = [next(name for name, t in one.items() if name.startswith("argument/") and t.dim()) for one in kept]
     rows = [len(one[name]) for one, name in zip(kept, first_of, strict=True)]
     views = {tuple(_views(one[name], one)) for one, name in zip(kept, first_of, strict=True)}
@@ -141,8 +150,8 @@ def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
             found[name] = first
         if not first.dim():
             continue
-        if name.startswith(("generator/", "state/")) or [len(p) for p in parts] not in (rows, of_view):
-            if name.startswith("argument/") and name not in found:
+        if name.startswith(("generator/", "state/", "plain/")) or [len(p) for p in parts] not in (rows, of_view):
+            if name.startswith(("argument/", "plain/")) and name not in found:
                 raise RuntimeError(f"{name.partition('/')[2]} of several ranks cannot be put together as rows")
             continue
         sizes = [max(p.shape[d] for p in parts) for d in range(1, first.dim())]

@@ -7,6 +7,7 @@ each term is multiplied by.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -49,6 +50,25 @@ def balance_counts(analysis: Analysis) -> Iterator[Finding]:
         bars = (("labels", 1.0), ("balance loss", factor))
         yield finding(BUG if bug else INCONCLUSIVE, bug, sentence, axis=axis, coefficients=bars)
         return
+
+
+def whole_terms(analysis: Analysis) -> Iterator[Finding]:
+    """A term that each rank computes whole, of weights alone, counts once over all ranks and micro-batches."""
+    share, (labels, calls) = step_shares(analysis), next(iter(analysis.losses.items()), ("", {}))
+    main = sum(share.get(key, 0.0) * call.low * call.count for key, called in calls.items() for call in called)
+    if abs(main - 1) > tolerances.FACTOR or analysis.same_data(analysis.all_ranks):
+        return
+    for site, found in terms(analysis).items():
+        alike = all(n % len(share) == 0 for n in Counter(term.value for _, term in found).values())
+        times = sum(often for often, _ in found) / len(found) * len(share)
+        ways = [a / b for _, term in found for a, b in pairwise(term.weights) if b]
+        bug, axis, words = too_often(analysis, times) if alike and site != labels else ("", "", "")
+        if bug and not any(abs(way * times - 1) <= tolerances.FACTOR for way in ways):
+            sentence = (
+                f"step {analysis.step}: the term of the loss at {site} is the same on all ranks, and counts "
+                f"{times:.4g} times ({words}) where labels count once, but for its coefficient; one device would decide"
+            )
+            yield finding(INCONCLUSIVE, bug, sentence, axis=axis, site=site)
 
 
 def coefficients_unjudged(analysis: Analysis) -> Iterator[Finding]:
