@@ -153,6 +153,8 @@ class WatchMode(TorchDispatchMode):
                 return self._loss_backward
             if name in SEEN and func._overloadname in ("default", "Tensor", "Scalar"):
                 return self._after("means", self.means.look)
+            if name in ("std", "var"):
+                return self._after("states", self.states.spread)
             if name == "topk":
                 return self._choice
             if name == "embedding_dense_backward":

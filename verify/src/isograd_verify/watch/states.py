@@ -4,7 +4,7 @@ Buffers and other tensors of a module are looked at when it is called; those in 
 micro-batch, in lists and attributes of objects, too. Those that have changed since they were first seen are marked, and
 followed as results of collectives are (flows.py) to what a backward begins with. Not followed are large ones, those
 with a row for each of the batch (a recurrent state belongs to its rows), what is filled row by row (a replay buffer),
-and what ranks have reduced.
+and what ranks have reduced. The deviation of a number for each row (rewards, advantages) is followed from the first step.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class States:
         self.capture, self.flows = capture, Flows()
         self.began: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # hashes, as first seen
         self.seen: list[tuple[str, str, str, Tensor]] = []  # of each mark: name, hash at first, own hash, contents
+        self.sizes: dict[int, int] = {}  # of a mark of a deviation: of how many numbers
         self.used: dict[int, str] = {}  # of a mark: the line that made something of it first
         self.variables: dict[str, str] = {}  # hashes of the program's variables; '' of one that came in a later step
         self.samples: dict[str, Tensor] = {}  # some of their elements, as first seen
@@ -87,6 +88,16 @@ class States:
             self.flows.mark(value, {len(self.seen): CUT})
             self.seen.append((name, first, own or hashed, value.detach().clone()))
 
+    def spread(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """The deviation of a batch's rewards or advantages, one for each row, is a statistic of this rank's rows."""
+        given = args[0]
+        if type(result) is Tensor and not result.dim() and given.dim() == 1 and not given.requires_grad:
+            site = call_site(self.capture.base)
+            self.flows.mark(result, {len(self.seen): CUT})
+            self.used[len(self.seen)] = site
+            self.seen.append((f"the deviation of {len(given)} numbers at {site}", "", digest(result), result.clone()))
+            self.sizes[len(self.seen) - 1] = len(given)
+
     def carry(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator was run. A batch norm that trains is given its statistics and does not use them."""
         name = func._schema.name.partition("::")[2]
@@ -105,6 +116,8 @@ class States:
     def begin(self, roots: list[Tensor]) -> None:
         """A backward begins with these."""
         for number in self.flows.of(strided(roots)):
+            if not {self.sizes.get(number, 0)} <= {0, *self.rows}:
+                continue
             name, began, own, value = self.seen[number]
             self.capture.tensors[f"carried/{name}"] = sketch(value)
             site = self.used.get(number, "")
@@ -115,3 +128,4 @@ class States:
         self.flows.clear()
         self.seen.clear()
         self.used.clear()
+        self.sizes.clear()

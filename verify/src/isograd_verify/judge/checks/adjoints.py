@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from isograd_verify import tolerances
@@ -30,7 +31,7 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
     names = tuple(n for n in analysis.names if analysis.info(n).gradient)
     later: Finding | None = None
     for calls in _together(analysis):
-        first = next(iter(calls.values()))
+        first, axis = next(iter(calls.values())), axis_over(analysis.recording, tuple(calls))
         parts = {rank: _parts(analysis, rank, call) for rank, call in calls.items()}
         made, given = (sum(getattr(call, what) for call in calls.values()) for what in ("made", "given"))
         size = sum(call.size for call in calls.values())
@@ -40,10 +41,16 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
         allowed += [made / several] if _alike([p["came"] for p in parts.values()]) else []
         allowed += [made * several] if _alike([p["in"] for p in parts.values()]) else []
         right = any(abs(given - one) <= rounding for one in allowed)
+        if first.site not in told and (left := _shifted(analysis, calls)):
+            told.add(first.site)
+            sentence = (
+                f"step {analysis.step}: {first.name} at {first.site} is the cross-entropy of logits that are cut over "
+                f"{axis}, and the gradient of a row, which sums to zero, sums to {left:.4g} for a label that weighs 1"
+            )
+            yield finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
         overflow = not math.isfinite(made + given + size)
         if right or overflow or first.site in told or not _linear(calls, parts):
             continue
-        axis = axis_over(analysis.recording, tuple(calls))
         if _passes_copies(analysis, parts):
             sentence = (
                 f"step {analysis.step}: what {first.name} at {first.site} makes is one tensor on {axis}, which were "
@@ -90,6 +97,21 @@ def _together(analysis: Analysis) -> Iterator[Calls]:
 def _parts(analysis: Analysis, rank: int, call: Function) -> dict[str, Tensor]:
     group = analysis.recording.ranks[rank].group(analysis.step, f"function/{call.number}")
     return {part: group[part] for part in ("in", "out", "came", "sent")}
+
+
+def _shifted(analysis: Analysis, calls: Calls) -> float:
+    """To what the gradient of a row of logits sums that are cut over the ranks, where the forward is a cross-entropy,
+    which does not see what is added to all logits of a row; 0.0 of anything else."""
+    groups = [analysis.recording.ranks[r].group(analysis.step, f"function/{c.number}") for r, c in calls.items()]
+    if not all("rows" in group for group in groups):
+        return 0.0
+    rows = torch.stack([group["rows"] for group in groups])  # [ranks, 5, rows]
+    total, picked, (made, came), sent = rows[:, 0].logsumexp(0), rows[:, 1].sum(0), rows[0, 2:4], rows[:, 4].sum(0)
+    if not bool(came.all()) or float((total - picked - made).norm()) > tolerances.FIT["float32"] * float(made.norm()):
+        return 0.0
+    each = sent / came
+    worst = float(each[each.abs().argmax()])
+    return worst if abs(worst) > tolerances.FACTOR else 0.0
 
 
 def _passes_copies(analysis: Analysis, parts: dict[int, dict[str, Tensor]]) -> bool:
