@@ -137,7 +137,7 @@ def total(roots: Any) -> Tensor:
 def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What calls of several ranks were made with, as one call: the rows of one rank under those of another, filled up
     with zeros to one length. The first argument says how many rows a rank has; what has no rows must be equal, but for
-    single numbers, which are left as they are. Views that stand one under the other in the first argument still do so."""
+    single numbers, which are left as they are. Views that stand one under the other in that argument do so still."""
     first_of = [next(name for name, t in one.items() if name.startswith("argument/") and t.dim()) for one in kept]
     rows = [len(one[name]) for one, name in zip(kept, first_of, strict=True)]
     views = {tuple(_views(one[name], one)) for one, name in zip(kept, first_of, strict=True)}

@@ -52,7 +52,6 @@ class Functions:
         whole = [t.detach() for t in args if isinstance(t, Tensor) and t.dtype == torch.int64 and t.numel() > 1]
         _Call(c, kind, given, made, nodes.pop(), before, self.count, whole)
 
-
     def _injected(self, node: Any, given: list[tuple[int, Tensor]], made: Tensor) -> None:
         """What was made is one of the tensors given: a number beside it gets a gradient of the Function's own."""
         c, site = self.capture, call_site(self.capture.base)
@@ -110,7 +109,6 @@ class _Call:
                 dtype=dtype_name(given[0]), made=both[0], given=both[1], size=size, contents=contents,
             )
         )  # fmt: skip
-
 
     def _rows(self, logits: Tensor, back: Tensor, made: Tensor, came: Tensor, place: int) -> None:
         """A few rows of what may be a cross-entropy of logits that are cut over ranks, this rank's the `place`th part:

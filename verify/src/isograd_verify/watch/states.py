@@ -4,7 +4,7 @@ Buffers and other tensors of a module are looked at when it is called; those in 
 micro-batch, in lists and attributes of objects, too. Those that have changed since they were first seen are marked, and
 followed as results of collectives are (flows.py) to what a backward begins with. Not followed are large ones, those
 with a row for each of the batch (a recurrent state belongs to its rows), what is filled row by row (a replay buffer),
-and what ranks have reduced. The deviation of a number for each row (rewards, advantages) is followed from the first step.
+and what ranks have reduced. The deviation of rewards or advantages of a batch is followed from the first step.
 """
 
 from __future__ import annotations
