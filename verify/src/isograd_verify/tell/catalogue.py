@@ -37,9 +37,9 @@ BUGS: dict[str, Bug] = {
         "every all-reduce of .grad after backward: DistributedDataParallel has done it",
     ),
     "parameters-mixed": Bug(
-        "ranks have gradients of different parameters, and reduce those that each has as one buffer (FSDP2, or by hand)",
-        "heads and experts that some ranks do not use: let each take part in every loss, with 0 times its output, or fill "
-        "`.grad` with zeros",
+        "ranks have gradients of different parameters, and reduce those that each has as one buffer (FSDP2, by hand)",
+        "heads and experts that some ranks do not use: let each take part in every loss, with 0 times its output, or "
+        "fill `.grad` with zeros",
     ),
     "inputs-differ": Bug(
         "ranks that hold parts of one model were given different data: a sampler that counts every rank as a data rank",
