@@ -8,10 +8,8 @@ how a step is computed, not what. Where nothing can be told, there is no referen
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -99,10 +97,10 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
     elif _uneven(means[1]) and not all(map(same_factor, found, _by_terms(*means, factor, {}))):
         raise NoReference(SEVERAL, SAME_DATA)
     if not all(same_factor(found[0], share) for share in found):  # else terms that nobody counts have equal parts, too
-        if counted:
-            _are_all_of_the_loss(again, abs(sum(found) - factor * alone.ranks[0].of(Step, 1)[0].backwards))
         for one in again:
-            if not counted and not _one_mean(one):
+            if counted:
+                _is_all_of_the_loss(one)
+            elif not _one_mean(one):
                 raise NoReference(f"{first.why}, and its means are over different numbers of elements", WEIGH)
     return found
 
@@ -160,17 +158,13 @@ def _uneven(again: list[TermTracker]) -> bool:
     return any(one != counts[0] for one in counts)
 
 
-def _are_all_of_the_loss(again: list[Again], too_much: float) -> None:
-    """The counted terms add up to the number with which backward began: no other term is scaled by their counts, but
-    for those that are the same in all backwards (of weights alone), where the factors do not add up to `too_much`."""
-    terms = [Counter((t.site, t.value, t.weights[0]) for t in one.record.of(LossTerm, one.step)) for one in again]
-    same = functools.reduce(operator.and_, terms) if too_much <= tolerances.FACTOR else Counter()
-    for one in again:
-        root = float(one.record.tensors(one.step)["loss"])
-        weights = [call.weight for calls in _labels(one.record, one.step).values() for call in calls]
-        counted = sum(event.count * event.value for event in one.record.of(Loss, one.step)) * weights[0]
-        if not same_factor(root, counted + sum(value * weight for _, value, weight in same.elements())):
-            raise NoReference(SEVERAL, SAME_DATA)
+def _is_all_of_the_loss(one: Again) -> None:
+    """The counted terms add up to the number with which backward began: no other term is scaled by their counts."""
+    root = float(one.record.tensors(one.step)["loss"])
+    weights = [call.weight for calls in _labels(one.record, one.step).values() for call in calls]
+    counted = sum(event.count * event.value for event in one.record.of(Loss, one.step)) * weights[0]
+    if not same_factor(root, counted):
+        raise NoReference(SEVERAL, SAME_DATA)
 
 
 def own_factor(alone: Recording) -> float:

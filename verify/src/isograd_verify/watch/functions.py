@@ -40,11 +40,10 @@ class Functions:
         given = [(i, t) for i, t in enumerate(tensors) if t.requires_grad]
         made = [t for t in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(t, Tensor)]
         nodes = {t.grad_fn for t in made if t.grad_fn is not None and t.is_floating_point()}
-        if len(nodes) == 1 and len(made) == 1:
-            self._injected(next(iter(nodes)), given, made[0])
         tensors = [foreign.local(t.detach()) for t in (*(t for _, t in given), *made)]
         if len(nodes) != 1 or not given or self.count >= MOST_CALLS or foreign.imagined(tensors):
             return
+        self._injected(next(iter(nodes)), [(i, t) for i, t in given if type(t) is Tensor], made[0])
         size = sum(t.numel() * t.element_size() for t in tensors)
         if size > LIMIT or any(type(t) is not Tensor for t in tensors) or len({t.dtype for _, t in given}) > 1:
             return
@@ -54,17 +53,17 @@ class Functions:
 
     def _injected(self, node: Any, given: list[tuple[int, Tensor]], made: Tensor) -> None:
         """What was made is one of the tensors given: a number beside it gets a gradient of the Function's own."""
-        c, site = self.capture, call_site(self.capture.base)
         numbers = [(i, float(t)) for i, t in given if t.dim() == 0 and not t.is_leaf]
-        passed = any(t.dim() and foreign.local(t).data_ptr() == foreign.local(made).data_ptr() for _, t in given)
+        if not numbers or all(t.dim() == 0 or t.data_ptr() != made.data_ptr() for _, t in given):
+            return
+        c, site = self.capture, call_site(self.capture.base)
 
         def leaves(sent: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> None:
             for i, value in numbers:
                 if (weight := sent[i]) is not None:
                     c.event(LossTerm(*c.now, site=site, value=value, weights=(float(weight),), injected=True))
 
-        if numbers and passed:
-            node.register_hook(unserializable_hook(c.guarded(leaves, "functions")))
+        node.register_hook(unserializable_hook(c.guarded(leaves, "functions")))
 
 
 class _Call:
