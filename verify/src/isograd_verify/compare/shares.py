@@ -8,8 +8,10 @@ how a step is computed, not what. Where nothing can be told, there is no referen
 
 from __future__ import annotations
 
+import functools
 import math
-from collections import defaultdict
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -96,10 +98,13 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
         found = _by_terms(*means, factor, scale)
     elif _uneven(means[1]) and not all(map(same_factor, found, _by_terms(*means, factor, {}))):
         raise NoReference(SEVERAL, SAME_DATA)
+    whole = _of_weights_alone(again)
+    if whole and abs(sum(found) - factor * alone.ranks[0].of(Step, 1)[0].backwards) > tolerances.FACTOR:
+        raise NoReference(SEVERAL, SAME_DATA)
     if not all(same_factor(found[0], share) for share in found):  # else terms that nobody counts have equal parts, too
         for one in again:
             if counted:
-                _is_all_of_the_loss(one)
+                _is_all_of_the_loss(one, whole)
             elif not _one_mean(one):
                 raise NoReference(f"{first.why}, and its means are over different numbers of elements", WEIGH)
     return found
@@ -158,12 +163,22 @@ def _uneven(again: list[TermTracker]) -> bool:
     return any(one != counts[0] for one in counts)
 
 
-def _is_all_of_the_loss(one: Again) -> None:
-    """The counted terms add up to the number with which backward began: no other term is scaled by their counts."""
+def _of_weights_alone(again: list[Again]) -> float:
+    """What terms add to each loss that have no rows: they are the same in every backward, on all ranks."""
+    terms = [
+        Counter(t.share for t in one.record.of(LossTerm, one.step) if t.site not in _labels(one.record, one.step))
+        for one in again
+    ]
+    return sum(functools.reduce(operator.and_, terms).elements()) if len(again) > 1 else 0.0
+
+
+def _is_all_of_the_loss(one: Again, whole: float) -> None:
+    """The counted terms add up to the number with which backward began, but for `whole`: no other term is scaled by
+    their counts."""
     root = float(one.record.tensors(one.step)["loss"])
     weights = [call.weight for calls in _labels(one.record, one.step).values() for call in calls]
     counted = sum(event.count * event.value for event in one.record.of(Loss, one.step)) * weights[0]
-    if not same_factor(root, counted):
+    if not same_factor(root, counted + whole):
         raise NoReference(SEVERAL, SAME_DATA)
 
 
