@@ -165,10 +165,8 @@ def _uneven(again: list[TermTracker]) -> bool:
 
 def _of_weights_alone(again: list[Again]) -> float:
     """What terms add to each loss that have no rows: they are the same in every backward, on all ranks."""
-    terms = [
-        Counter(t.share for t in one.record.of(LossTerm, one.step) if t.site not in _labels(one.record, one.step))
-        for one in again
-    ]
+    told = [(one.record.of(LossTerm, one.step), _labels(one.record, one.step)) for one in again]
+    terms = [Counter(term.share for term in of if term.site not in labels) for of, labels in told]
     return sum(functools.reduce(operator.and_, terms).elements()) if len(again) > 1 else 0.0
 
 

@@ -71,6 +71,7 @@ class Analysis:
 
     def __init__(self, recording: Recording, step: int) -> None:
         self.recording, self.step, self.world = recording, step, recording.world
+        self.all_ranks = tuple(range(recording.world))
         self.about: list[dict[str, Parameter]] = []  # per rank: name -> what the step event says
         self.sums: list[dict[str, Tensor]] = []
         self.parts: dict[str, dict[Key, Tensor]] = defaultdict(dict)
@@ -308,11 +309,6 @@ class Analysis:
             for name in self.summed_inside
             if all((name, ranks) in told[rank] for ranks in self.replica_sets(name) for rank in ranks)
         }
-
-    @property
-    def all_ranks(self) -> tuple[int, ...]:
-        """All ranks."""
-        return tuple(range(self.world))
 
     def tolerance(self, name: str) -> float:
         """The relative error that rounding leaves in a parameter's gradient, by the widest dtype of its holders."""

@@ -221,15 +221,14 @@ class Function(Event):
 @dataclass(frozen=True, kw_only=True)
 class LossTerm(Event):
     """A term of the loss (terms.py): its value, the weights of the numbers from it up to the loss, the term's own
-    first, and which of them is the last sum in which it meets others (-1: it is the only one). Or a number that an
-    autograd Function was given, that has no say in what it made, and got a gradient there: it is `injected`."""
+    first, and which of them is the last sum in which it meets others (-1: it is the only one)."""
 
     kind: ClassVar[str] = "term"
     site: str
     value: float
     weights: tuple[float, ...]
     joined: int = -1
-    injected: bool = False
+    injected: bool = False  # by a Function that was given it, and sends it a gradient of its own
 
     @property
     def share(self) -> float:

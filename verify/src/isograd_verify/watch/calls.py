@@ -138,9 +138,8 @@ def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What calls of several ranks were made with, as one call: the rows of one rank under those of another, filled up
     with zeros to one length. The first argument says how many rows a rank has; what has no rows must be equal, but for
     single numbers, which are left as they are. Views that stand one under the other in that argument do so still."""
-    first_of = [next(name for name, t in one.items() if name.startswith("argument/") and t.dim()) for one in kept]
-    rows = [len(one[name]) for one, name in zip(kept, first_of, strict=True)]
-    views = {tuple(_views(one[name], one)) for one, name in zip(kept, first_of, strict=True)}
+    argument = next(name for name, t in kept[0].items() if name.startswith("argument/") and t.dim())
+    rows, views = [len(one[argument]) for one in kept], {_views(one[argument], one) for one in kept}
     several = views.pop() if len(views) == 1 else ()
     of_view = [len(one[several[0]]) for one in kept] if several else rows
     found = {}
@@ -156,21 +155,17 @@ def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
             continue
         sizes = [max(p.shape[d] for p in parts) for d in range(1, first.dim())]
         found[name] = torch.cat([_filled(p, sizes) for p in parts])
-    return found | ({first_of[0]: torch.cat([found[name] for name in several])} if several else {})
+    return found | ({argument: torch.cat([found[name] for name in several])} if several else {})
 
 
-def _views(whole: Tensor, kept: dict[str, Tensor]) -> list[str]:
+def _views(whole: Tensor, kept: dict[str, Tensor]) -> tuple[str, ...]:
     """The variables whose rows are those of an argument, one under the other; none where there are not several."""
-    found, at = [], 0
-    variables = {n: t for n, t in kept.items() if t.dim() and not n.startswith("argument/")}
-    held = {n: t for n, t in variables.items() if t.dtype == whole.dtype and 0 < len(t) < len(whole)}
-    while at < len(whole):
-        name = next((n for n, t in held.items() if torch.equal(t, whole[at : at + len(t)])), "")
-        if not name:
-            return []
-        found.append(name)
-        at += len(held[name])
-    return found
+    held = {n: t for n, t in kept.items() if t.dtype == whole.dtype and t.dim() and 0 < len(t) < len(whole)}
+    for name, t in held.items() if len(whole) else ():
+        if not name.startswith("argument/") and torch.equal(t, whole[: len(t)]):
+            rest = _views(whole[len(t) :], kept) or [n for n in held if torch.equal(held[n], whole[len(t) :])][:1]
+            return (name, *rest) if rest else ()
+    return ()
 
 
 def _filled(part: Tensor, sizes: list[int]) -> Tensor:

@@ -24,6 +24,7 @@ from isograd_verify.watch.variables import variables, walk
 
 MOST_ELEMENTS = 1 << 16
 SAMPLES = 64  # of a variable's elements: where most stay as they were, it is filled row by row
+SPREAD = "the deviation of"
 OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_")
 
 
@@ -34,7 +35,6 @@ class States:
         self.capture, self.flows = capture, Flows()
         self.began: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # hashes, as first seen
         self.seen: list[tuple[str, str, str, Tensor]] = []  # of each mark: name, hash at first, own hash, contents
-        self.sizes: dict[int, int] = {}  # of a mark of a deviation: of how many numbers
         self.used: dict[int, str] = {}  # of a mark: the line that made something of it first
         self.variables: dict[str, str] = {}  # hashes of the program's variables; '' of one that came in a later step
         self.samples: dict[str, Tensor] = {}  # some of their elements, as first seen
@@ -92,11 +92,9 @@ class States:
         """The deviation of a batch's rewards or advantages, one for each row, is a statistic of this rank's rows."""
         given = args[0]
         if type(result) is Tensor and not result.dim() and given.dim() == 1 and not given.requires_grad:
-            site = call_site(self.capture.base)
             self.flows.mark(result, {len(self.seen): CUT})
-            self.used[len(self.seen)] = site
-            self.seen.append((f"the deviation of {len(given)} numbers at {site}", "", digest(result), result.clone()))
-            self.sizes[len(self.seen) - 1] = len(given)
+            site = self.used[len(self.seen)] = call_site(self.capture.base)
+            self.seen.append((f"{SPREAD} {len(given)} numbers at {site}", "", digest(given), given.clone()))
 
     def carry(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator was run. A batch norm that trains is given its statistics and does not use them."""
@@ -116,9 +114,9 @@ class States:
     def begin(self, roots: list[Tensor]) -> None:
         """A backward begins with these."""
         for number in self.flows.of(strided(roots)):
-            if not {self.sizes.get(number, 0)} <= {0, *self.rows}:
-                continue
             name, began, own, value = self.seen[number]
+            if name.startswith(SPREAD) and len(value) not in self.rows:
+                continue
             self.capture.tensors[f"carried/{name}"] = sketch(value)
             site = self.used.get(number, "")
             self.capture.event(Carried(*self.capture.now, name=name, began=began, own=own, site=site))
@@ -128,4 +126,3 @@ class States:
         self.flows.clear()
         self.seen.clear()
         self.used.clear()
-        self.sizes.clear()
