@@ -25,7 +25,6 @@ PROGRAMS: dict[Any, tuple[list[tuple[str, str]], list[tuple[str, str]], str]] = 
         [(INCONCLUSIVE, "aux-times-world")], [(INCONCLUSIVE, ""), (INCONCLUSIVE, "aux-times-world")], INCONCLUSIVE,
     ),
     twelve.normalized: ([(INCONCLUSIVE, "statistic-unreduced")], [(INCONCLUSIVE, "statistic-unreduced")], PASS),
-    twelve.swapped: ([], [(BUG, "micro-batches-swapped")], PASS),
     twelve.divided: ([(BUG, "mean-of-means")], [(BUG, "mean-of-means")], PASS),
     testers.vocabulary: ([(BUG, "wrong-adjoint")], [(BUG, "wrong-adjoint")], PASS),
 }  # fmt: skip

@@ -204,36 +204,6 @@ def normalized(wrong: bool, steps: int = 4) -> None:
         step_of(optimizer)
 
 
-def swapped(wrong: bool, steps: int = 4) -> None:
-    """Two stages and their micro-batches, by hand. `wrong`: the first stage takes up the last output first."""
-    torch.manual_seed(0)
-    stages, rank, world = [nn.Linear(6, 7), nn.Linear(7, 5)], dist.get_rank(), dist.get_world_size()
-    stage = nn.Sequential(*stages) if world == 1 else stages[rank]
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
-    data = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        made: list[tuple[Tensor, Tensor]] = []
-        for _ in range(MICROS):
-            x, y = torch.randn(4, 6, generator=data), torch.randint(5, (4,), generator=data)
-            if rank:
-                x = torch.empty(4, 7)
-                dist.recv(x, 0)
-                x.requires_grad_()
-            out = stage(x)
-            if rank < world - 1:
-                dist.send(out.detach(), 1)
-            made.append((x, out if rank < world - 1 else F.cross_entropy(out, y) / MICROS))
-        for _ in range(MICROS):
-            x, out = made.pop(-1 if wrong and rank < world - 1 else 0)
-            back = torch.empty_like(out) if out.dim() else None
-            if back is not None:
-                dist.recv(back, 1)
-            out.backward(back)
-            if rank:
-                dist.send(x.grad, 0)
-        step_of(optimizer)
-
-
 def divided(wrong: bool, steps: int = 4) -> None:
     """A sum over labels; gradients are divided by the number of all of them. `wrong`: by each rank's own."""
     torch.manual_seed(0)
