@@ -152,25 +152,22 @@ class WorldOfOne:
         """(the recording, the backwards that were done again). `natural`: its first round is the program's own.
         `means`: a file of what modules carry, in place of what they carried."""
         home, own = self.candidate.path, self.turns if natural else 0
+        steps = {event.step: event.parameters for event in self.candidate.ranks[0].of(Step)[::-1]}
         about = {
             "backwards": queue,
             "natural": own,
             "moving": moving(self.candidate),
             "means": means,
-            "learn": {of: self._learn(of) for of in {step for *_, step in queue}},
+            "learn": {of: {n: p.trainable for n, p in steps[of].items()} for of in {step for *_, step in queue}},
             "turns": self.turns,
         }
         write_json(home / "feed.json", about)
         one = self._start(home / name)
-        steps = [e.step for e in one.ranks[0].of(Step) if not e.note]
-        if len(steps) < own:
+        taken = [e.step for e in one.ranks[0].of(Step) if not e.note]
+        if len(taken) < own:
             raise NoReference("in a world of one no optimizer steps", MORE_STEPS)
-        done = zip(queue, steps[own:], strict=False)
+        done = zip(queue, taken[own:], strict=False)
         return one, [Again(ranks[0], micro, one.ranks[0], step, of) for (ranks, micro, of), step in done]
-
-    def _learn(self, step: int) -> dict[str, bool]:
-        """By parameter: whether it learns in a step."""
-        return {name: one.trainable for name, one in self.candidate.ranks[0].of(Step, step)[0].parameters.items()}
 
     def _start(self, place: Path) -> Recording:
         place.mkdir()

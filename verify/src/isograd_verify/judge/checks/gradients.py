@@ -140,7 +140,7 @@ def _read_tensor(analysis: Analysis, name: str, read: _Read) -> None:
             continue
         mixed = _other_shards(analysis, name, seen.own, found.coefficients)
         if mixed and found.residual <= loose and (found.uniform or found.determined):
-            axis = _axis(analysis, patterns.MIXED, (seen.own, *mixed))
+            axis = axis_of(analysis, patterns.MIXED, (seen.own, *mixed), seen.own)
             read.add("wrong-group", patterns.MIXED, 1.0, axis, name, found.coefficients)
         elif found.uniform:
             possible = found.each
@@ -173,8 +173,9 @@ def _read_pattern(analysis: Analysis, seen: Observed, found: Fit, loose: float, 
         return
     value = round(symptom.value, 3) if symptom.kind in (patterns.REREDUCED, patterns.REDIVIDED) else 1.0
     across = symptom.kind in (patterns.UNREDUCED, patterns.OTHER_CUTS)
-    ranks = (seen.own, *_members(found.classes, symptom.missing)) if across else ()
-    read.add("", symptom.kind, value, _axis(analysis, symptom.kind, ranks), seen.name, found.coefficients)
+    gone = {r for first, alike in found.classes.items() if first[0] in symptom.missing for r, _ in alike}
+    axis = axis_of(analysis, symptom.kind, (seen.own, *sorted(gone)) if across else (), seen.own)
+    read.add("", symptom.kind, value, axis, seen.name, found.coefficients)
     read.where.setdefault(seen.name, set()).update(analysis.replicas_of(seen.name, seen.own), seen.ranks)
 
 
@@ -191,11 +192,6 @@ def _summed_in_backward(analysis: Analysis, name: str, found: Fit) -> bool:
         and all(set(event.group) <= ranks for ranks in together)
         for event in reductions(analysis, smallest=1)
     )
-
-
-def _members(classes: dict[Key, tuple[Key, ...]], ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """All ranks whose contribution is that of the given ones."""
-    return tuple(sorted({r for first, members in classes.items() if first[0] in ranks for r, _ in members}))
 
 
 def _other_shards(analysis: Analysis, name: str, own: int, found: dict[Key, float]) -> tuple[int, ...]:
@@ -287,12 +283,13 @@ def never_summed(analysis: Analysis, names: Collection[str]) -> str:
     return "outside-wrapper" if whole and reduced and not analysis.same_data(analysis.holders(min(names))) else ""
 
 
-def _axis(analysis: Analysis, kind: str, ranks: tuple[int, ...]) -> str:
+def axis_of(analysis: Analysis, kind: str, ranks: tuple[int, ...], own: int) -> str:
+    """The axis over which a pattern runs; `ranks`: those whose part is missing, or that are told apart."""
     if kind == patterns.PER_TOKEN:
         return "ranks and micro-batches"
     if kind in (patterns.USE_LOST, patterns.CLIPPED):
         return axis_over(analysis.recording, analysis.all_ranks)
-    return axis_over(analysis.recording, ranks, ranks[0]) if ranks else "micro-batches"
+    return axis_over(analysis.recording, ranks, own) if ranks else "micro-batches"
 
 
 def _said(bug: str, kind: str, value: float, axis: str) -> str:
