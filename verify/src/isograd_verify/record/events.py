@@ -221,7 +221,7 @@ class Function(Event):
 @dataclass(frozen=True, kw_only=True)
 class LossTerm(Event):
     """A term of the loss (terms.py): its value, the weights of the numbers from it up to the loss, the term's own
-    first, and which of them is the last sum in which it meets others (-1: it is the only one)."""
+    first, and which of them is the sum in which it meets other terms (-1: it is the only one)."""
 
     kind: ClassVar[str] = "term"
     site: str

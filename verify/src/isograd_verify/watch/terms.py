@@ -80,7 +80,7 @@ class TermTracker:
     def _tell(self, leaf: Leaf, weights: dict[Edge, float]) -> None:
         site, value = leaf.edge[0].metadata.get(MARK, ("", None))
         chain = [edge for edge in (leaf.edge, *reversed(leaf.path)) if edge in weights]
-        joined = max((i for i, (node, _) in enumerate(chain) if i and _kind(node) in ADDS), default=-1)
+        joined = next((i for i, (node, _) in enumerate(chain) if i and _kind(node) in ADDS), -1)
         if value is not None and chain and chain[0] == leaf.edge:
             self.tell(site, float(value), tuple(weights[edge] for edge in chain), joined)
 
