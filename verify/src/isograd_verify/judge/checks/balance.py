@@ -63,7 +63,8 @@ def whole_terms(analysis: Analysis) -> Iterator[Finding]:
         times = sum(often for often, _ in found) / len(found) * len(share)
         ways = [a / b for _, term in found for a, b in pairwise(term.weights) if b]
         bug, axis, words = too_often(analysis, times) if alike and site != labels else ("", "", "")
-        if bug and not any(abs(way * times - 1) <= tolerances.FACTOR for way in ways):
+        counts = any(term.share for _, term in found)  # not 0 times an output that is not used
+        if bug and counts and not any(abs(way * times - 1) <= tolerances.FACTOR for way in ways):
             sentence = (
                 f"step {analysis.step}: the term of the loss at {site} is the same on all ranks, and counts "
                 f"{times:.4g} times ({words}) where labels count once, but for its coefficient; one device would decide"
