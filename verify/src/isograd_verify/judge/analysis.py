@@ -418,10 +418,10 @@ class Analysis:
 
     def same_data(self, group: Iterable[int]) -> bool:
         """Whether some ranks were given the same data, or it is not known what they were given."""
-        given = self.given(group)
+        given = self.data_of(group)
         return not all(given) or any(one == other for one, other in combinations(given, 2))
 
-    def given(self, group: Iterable[int]) -> list[dict[int, str]]:
+    def data_of(self, group: Iterable[int]) -> list[dict[int, str]]:
         """Of each of some ranks: by micro-batch, what it was given."""
         return [{m: h for (k, m), h in self.data.items() if k == rank} for rank in group]
 

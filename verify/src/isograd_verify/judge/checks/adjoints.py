@@ -116,7 +116,7 @@ def _shifted(analysis: Analysis, calls: Calls) -> float:
 
 def _passes_copies(analysis: Analysis, parts: dict[int, dict[str, Tensor]]) -> bool:
     """Whether ranks with the same data get back what they made in common, each its own gradient, which is passed on."""
-    given, each = analysis.given(parts), [*parts.values()]
+    given, each = analysis.data_of(parts), [*parts.values()]
     same = all(given) and all(one == given[0] for one in given) and _alike([p["out"] for p in each])
     return same and not _alike([p["in"] for p in each]) and all(_close(p["sent"], p["came"]) for p in each)
 

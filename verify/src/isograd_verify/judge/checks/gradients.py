@@ -241,7 +241,7 @@ def other_data(analysis: Analysis) -> tuple[tuple[int, ...], tuple[str, ...]] | 
     forward = [e for r in analysis.recording.ranks for e in r.of(Collective, analysis.step) if e.phase == "forward"]
     own = {e.group for e in forward if e.op in ("all_to_all", "all_gather", "reduce_scatter")}
     for group in {e.group for e in forward if e.op == "all_reduce" and e.numel > 1} - own:
-        given = analysis.given(group)
+        given = analysis.data_of(group)
         if len(group) < 2 or not all(given) or all(one == given[0] for one in given):
             continue
         cut = [
