@@ -1,5 +1,5 @@
-"""Small forms of the twelve programs that a second outside tester wrote, each right and wrong: test_twelve.py says what
-must be said of them, alone and beside one device."""
+"""Small forms of eight of the twelve programs that a second outside tester wrote, each right and wrong: test_twelve.py
+says what must be said of them, alone and beside one device."""
 
 from __future__ import annotations
 
