@@ -358,7 +358,8 @@ def zero_bubble(wrong: bool) -> None:
 
 def stages_by_hand(wrong: str = "") -> None:
     """Two stages, two micro-batches and plain sends. Wrong: "order", what comes back is taken for the other
-    micro-batch's; "undivided", by the number of micro-batches; "joined", the loss takes something of the other rank."""
+    micro-batch's, or "doubled"; "undivided", by the number of micro-batches; "joined", the loss takes something of the
+    other rank."""
     rank = dist.get_rank()
     torch.manual_seed(0)  # both stages begin with the same weights
     stage = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()).double()
@@ -372,7 +373,7 @@ def stages_by_hand(wrong: str = "") -> None:
             for one in made[:: -1 if wrong == "order" else 1]:
                 came = torch.empty_like(one)
                 dist.recv(came, 1)
-                one.backward(came)
+                one.backward(2 * came if wrong == "doubled" else came)
         given = [torch.empty(4, 4, dtype=torch.float64) for _ in range(2 * rank)]
         for number, one in enumerate(given):
             dist.recv(one, 0)

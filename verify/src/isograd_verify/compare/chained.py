@@ -61,12 +61,21 @@ class _Chain:
         if any(event.given[i] not in self.makers for i in self._tensors(call, "in")):
             raise NoReference(f"{where} is given what no stage has made", SAME_DATA)
         for i, came in self._tensors(call, "out").items():
-            takers = self.takers.get(event.made[i], [])
-            sent = sum((self._tensors(taker, "in").get(j, torch.zeros(1)) for taker, j in takers), torch.zeros(1))
-            if takers and float((sent / len(self.makers[event.made[i]]) - came).norm()) > limit * float(came.norm()):
-                raise NoReference(
-                    f"{where} got back another gradient than the next stage's backward makes on one device", SAME_DATA
-                )
+            if event.made[i] not in self.takers or self._is_sent(came, event.made[i], limit):
+                continue
+            others = [made for (rank, _), e in self.calls.items() if rank == call[0] for made in e.made]
+            if any(self._is_sent(came, made, limit) for made in others):
+                why = f"step {self.step}: {where} got back the gradient of what another of its calls has made"
+                raise NoReference(why, SAME_DATA, "micro-batches-swapped")
+            raise NoReference(
+                f"{where} got back another gradient than the next stage's backward makes on one device", SAME_DATA
+            )
+
+    def _is_sent(self, came: Tensor, made: str, limit: float) -> bool:
+        """Whether this is what stages send back that were given what a call has made."""
+        takers = self.takers.get(made, [])
+        sent = sum((self._tensors(taker, "in").get(j, torch.zeros(1)) for taker, j in takers), torch.zeros(1))
+        return float((sent / len(self.makers[made]) - came).norm()) <= limit * float(came.norm())
 
 
 def piped(candidate: Recording) -> bool:

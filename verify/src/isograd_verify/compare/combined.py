@@ -133,9 +133,13 @@ def at_once(candidate: Recording, alone: Recording, whole: list[Again], referenc
     counts_all(alone, whole)
     truth, found = reference.ranks[0].group(1, "sum"), dict[str, float]()
     size = 1e-3 * max((float(value.norm()) for value in truth.values()), default=0.0)
-    for name, value in truth.items():
-        ours = _total([(one, factor, f"sum/{name}") for one in whole])
-        error = 0.0 if ours is None else float((ours - value).norm()) / max(float(value.norm()), size)
+    totals = ((name, _total([(one, factor, f"sum/{name}") for one in whole])) for name in truth)
+    sums = {name: ours for name, ours in totals if ours is not None}
+    along, squares = sum(float(t @ truth[n]) for n, t in sums.items()), sum(float(t @ t) for t in sums.values())
+    times = along / squares if factor != 1 and squares else 1.0  # else by a number that was counted in fewer rows
+    for name, ours in sums.items():
+        value = truth[name]
+        error = float((times * ours - value).norm()) / max(float(value.norm()), size)
         if error > 10 * limit:
             found[name] = error
     return found

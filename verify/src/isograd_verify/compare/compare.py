@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from isograd_verify import tolerances
-from isograd_verify.compare.classes import Fitted, fit_all, kind_findings, shifts
+from isograd_verify.compare.classes import fit_all, kind_findings, shifts
 from isograd_verify.compare.diagnose import diagnose
 from isograd_verify.compare.divergence import first_divergence
 from isograd_verify.compare.loss_terms import backward_alone, other_amounts
@@ -205,7 +204,7 @@ def _step(
     of = f" of {count + len(left)}" if left else ""
     subject.facts["gradients"] = f"{count}{of} compared by name, step {step} last"
     return without_flips(
-        reference, candidate, step, found, subject, partial(_fitted, analysis, expected, names, places)
+        reference, candidate, step, found, subject, lambda: fit_all(analysis, expected, names, places)[0]
     )
 
 
@@ -216,12 +215,6 @@ def _cancelled(analysis: Analysis, one: Analysis, names: dict[str, str], compare
     for tensor in null:
         tensor.verdict = PASS
     return [tensor.name for tensor in null]
-
-
-def _fitted(
-    analysis: Analysis, expected: Mapping[str, Value], names: dict[str, str], places: dict[str, dict[int, Place]]
-) -> Fitted:
-    return fit_all(analysis, expected, names, places)[0]
 
 
 def _every_tensor(

@@ -21,7 +21,7 @@ from isograd_verify.compare.placement import Value, projected
 from isograd_verify.compare.values import contributions, folded, sides
 from isograd_verify.judge import patterns
 from isograd_verify.judge.analysis import Analysis, Observed
-from isograd_verify.judge.checks.gradients import never_summed, own_only
+from isograd_verify.judge.checks.gradients import axis_of, never_summed, own_only
 from isograd_verify.judge.checks.norms import clipped_apart
 from isograd_verify.judge.checks.traffic import reductions
 from isograd_verify.judge.contributions import Fit, fit
@@ -177,15 +177,9 @@ def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
     if kind == patterns.SCALED:
         times = f"{symptom.value:.4g}"
         return "", "almost what they should be" if times == "1" else f"{times} times what they should be"
-    axis = "micro-batches"
-    if kind in (patterns.UNREDUCED, patterns.OTHER_CUTS, patterns.SHARDS):
-        axis = axis_over(analysis.recording, symptom.missing or analysis.all_ranks, symptom.own)
-    elif kind in (patterns.USE_LOST, patterns.CLIPPED):
-        axis = axis_over(analysis.recording, analysis.all_ranks)
-    elif kind == patterns.PER_TOKEN:
-        axis = "ranks and micro-batches"
-    elif kind == patterns.MIXED:
-        axis = spell(analysis.all_ranks)
+    across = kind in (patterns.UNREDUCED, patterns.OTHER_CUTS, patterns.SHARDS)
+    ranks = (symptom.missing or analysis.all_ranks) if across else ()
+    axis = spell(analysis.all_ranks) if kind == patterns.MIXED else axis_of(analysis, kind, ranks, symptom.own)
     sentence = patterns.said(kind, symptom.value, axis)
     return (axis, sentence) if sentence else ("", words)
 

@@ -8,8 +8,10 @@ how a step is computed, not what. Where nothing can be told, there is no referen
 
 from __future__ import annotations
 
+import functools
 import math
-from collections import defaultdict
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -32,9 +34,10 @@ WEIGH = "put 'loss = isograd_verify.weigh(loss, number_of_labels)' behind the li
 class NoReference(Exception):
     """Why there is no step of one device to compare with, and what would make one."""
 
-    def __init__(self, why: str, fix: str) -> None:
+    def __init__(self, why: str, fix: str, bug: str = "") -> None:
+        """`bug`: what is wrong in the program itself, where that is the reason."""
         super().__init__(why)
-        self.why, self.fix = why, fix
+        self.why, self.fix, self.bug = why, fix, bug
 
 
 class Mixed(NoReference):
@@ -65,6 +68,7 @@ class Call:
     count: float  # its labels
     weight: float  # of each
     average: bool  # an operator took the mean: the divisor is the count by no chance
+    place: str  # in the program
 
     @property
     def total(self) -> float:
@@ -94,10 +98,13 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
         found = _by_terms(*means, factor, scale)
     elif _uneven(means[1]) and not all(map(same_factor, found, _by_terms(*means, factor, {}))):
         raise NoReference(SEVERAL, SAME_DATA)
+    whole = _of_weights_alone(again)
+    if whole and abs(sum(found) - factor * alone.ranks[0].of(Step, 1)[0].backwards) > tolerances.FACTOR:
+        raise NoReference(SEVERAL, SAME_DATA)
     if not all(same_factor(found[0], share) for share in found):  # else terms that nobody counts have equal parts, too
         for one in again:
             if counted:
-                _is_all_of_the_loss(one)
+                _is_all_of_the_loss(one, whole)
             elif not _one_mean(one):
                 raise NoReference(f"{first.why}, and its means are over different numbers of elements", WEIGH)
     return found
@@ -156,12 +163,20 @@ def _uneven(again: list[TermTracker]) -> bool:
     return any(one != counts[0] for one in counts)
 
 
-def _is_all_of_the_loss(one: Again) -> None:
-    """The counted terms add up to the number with which backward began: no other term is scaled by their counts."""
+def _of_weights_alone(again: list[Again]) -> float:
+    """What terms add to each loss that have no rows: they are the same in every backward, on all ranks."""
+    told = [(one.record.of(LossTerm, one.step), _labels(one.record, one.step)) for one in again]
+    terms = [Counter(term.share for term in of if term.site not in labels) for of, labels in told]
+    return sum(functools.reduce(operator.and_, terms).elements()) if len(again) > 1 else 0.0
+
+
+def _is_all_of_the_loss(one: Again, whole: float) -> None:
+    """The counted terms add up to the number with which backward began, but for `whole`: no other term is scaled by
+    their counts."""
     root = float(one.record.tensors(one.step)["loss"])
     weights = [call.weight for calls in _labels(one.record, one.step).values() for call in calls]
     counted = sum(event.count * event.value for event in one.record.of(Loss, one.step)) * weights[0]
-    if not same_factor(root, counted):
+    if not same_factor(root, counted + whole):
         raise NoReference(SEVERAL, SAME_DATA)
 
 
@@ -190,7 +205,7 @@ def _labels(record: RankRecord, step: int) -> TermTracker:
     found: TermTracker = defaultdict(list)
     for event in record.of(LabelWeight, step):
         if event.count and abs(event.high - event.low) <= tolerances.FACTOR * abs(event.high):
-            found[event.site].append(Call(event.micro, event.count, event.low, event.average))
+            found[event.site].append(Call(event.micro, event.count, event.low, event.average, event.site))
     return dict(found)
 
 
@@ -203,7 +218,8 @@ def _means(record: RankRecord, step: int, sums: Collection[str] = ()) -> TermTra
         if event.weight and not event.divided:
             by_chance = event.term in sums and not event.average
             elements = event.elements or (added.get((event.micro, event.site), 0.0) if by_chance else 0.0)
-            found[event.term].append(Call(event.micro, elements or event.count, event.weight, event.average))
+            count = elements or event.count
+            found[event.term].append(Call(event.micro, count, event.weight, event.average, event.site))
     return dict(found)
 
 
@@ -215,7 +231,7 @@ def _by_terms(alone: TermTracker, again: list[TermTracker], factor: float, scale
         factor /= len({call.micro for calls in alone.values() for call in calls})
     sure = any(_one(sum(c.total for c in own) * factor) and all(c.average for c in own) for own, _ in pairs.values())
     wanted = {
-        site: _expected_weight(site, own, [call for calls in theirs for call in calls], factor, sure, scale)
+        site: _expected_weight(own, [call for calls in theirs for call in calls], factor, sure, scale)
         for site, (own, theirs) in pairs.items()
     }
     shares = []
@@ -253,10 +269,11 @@ def _means_of_their_own(alone: list[Call], again: list[list[Call]], factor: floa
 
 
 def _expected_weight(
-    site: str, alone: list[Call], replayed: list[Call], factor: float, sure: bool, scale: dict[str, float]
+    alone: list[Call], replayed: list[Call], factor: float, sure: bool, scale: dict[str, float]
 ) -> float:
     """The weight that a label of the whole step has in the gradient of one device. `sure`: another term is surely a
     mean, so that a mean with another weight has a coefficient."""
+    site = replayed[0].place
     if not alone:
         raise NoReference(f"the loss at {site} has no part in the first step on one device", WEIGH)
     calls = [*alone, *replayed]
@@ -267,6 +284,8 @@ def _expected_weight(
         return per_label
     if _equal(weights) and _one(weights[0] * factor):
         return weights[0] * factor  # a sum
+    if factor != 1 and _one(factor * sum(call.count for call in alone)):
+        return per_label  # a sum with a coefficient, and gradients that are divided by the number of labels
     scale[site] = whole
     if _equal(weights) and not _equal(counts):
         return weights[0] * factor  # divided by a number of the program's own

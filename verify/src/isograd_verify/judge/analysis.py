@@ -71,6 +71,7 @@ class Analysis:
 
     def __init__(self, recording: Recording, step: int) -> None:
         self.recording, self.step, self.world = recording, step, recording.world
+        self.all_ranks = tuple(range(recording.world))
         self.about: list[dict[str, Parameter]] = []  # per rank: name -> what the step event says
         self.sums: list[dict[str, Tensor]] = []
         self.parts: dict[str, dict[Key, Tensor]] = defaultdict(dict)
@@ -309,11 +310,6 @@ class Analysis:
             if all((name, ranks) in told[rank] for ranks in self.replica_sets(name) for rank in ranks)
         }
 
-    @property
-    def all_ranks(self) -> tuple[int, ...]:
-        """All ranks."""
-        return tuple(range(self.world))
-
     def tolerance(self, name: str) -> float:
         """The relative error that rounding leaves in a parameter's gradient, by the widest dtype of its holders."""
         kinds = {self.about[r][name].gradient_dtype or self.about[r][name].dtype for r in self.holders(name)}
@@ -422,8 +418,12 @@ class Analysis:
 
     def same_data(self, group: Iterable[int]) -> bool:
         """Whether some ranks were given the same data, or it is not known what they were given."""
-        given = [{m: h for (k, m), h in self.data.items() if k == rank} for rank in group]
+        given = self.data_of(group)
         return not all(given) or any(one == other for one, other in combinations(given, 2))
+
+    def data_of(self, group: Iterable[int]) -> list[dict[int, str]]:
+        """Of each of some ranks: by micro-batch, what it was given."""
+        return [{m: h for (k, m), h in self.data.items() if k == rank} for rank in group]
 
     @cached_property
     def data(self) -> dict[Key, str]:

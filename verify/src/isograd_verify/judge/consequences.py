@@ -17,6 +17,7 @@ UNREDUCED = frozenset({
     "nosync-missing", "norm-unreduced", "qknorm-unreduced", "kv-replica-unreduced", "router-unreduced", "wrong-group",
     "adapter-unreduced", "shared-gate", "ep-copies-drift", "outside-wrapper", "tie-unreduced",
 })  # fmt: skip
+ADJOINTS = frozenset({"wrong-adjoint", "input-unreduced"})
 # "": a symptom that fits no known bug.
 LATER_STEPS = (
     frozenset({"", "order", "clip-per-rank", "norm-counts-replicas", "non-finite", "cut-graph"}) | DRIFT | UNREDUCED
@@ -48,6 +49,7 @@ CONSEQUENCES: dict[str, Row] = {
     "norm-dropout-rng": Row(hides=LATER_STEPS, spoils=NO_PATTERN, on_purpose=True),
     "same-data": Row(hides=DRIFT | {"norm-dropout-rng"}),  # such ranks' activations are not to be equal
     **dict.fromkeys(UNREDUCED, Row(hides=DRIFT | {"clip-per-rank"})),
+    "input-unreduced": Row(spoils=NO_PATTERN, its_tensors=frozenset("*")),
     "copies-begin-apart": Row(its_tensors=frozenset("*")),  # a gradient of one rank's own counts n times an average's
     "cut-graph": Row(spoils=NO_PATTERN, its_tensors=frozenset({"divided-twice"}), on_purpose=True, knows_line=True),
     "score-partial": Row(hides=DRIFT | {"clip-per-rank"}, spoils=NO_PATTERN),
@@ -56,7 +58,7 @@ CONSEQUENCES: dict[str, Row] = {
         Row(hides=DRIFT | {"gather-backward-sum"}, spoils=NO_PATTERN | {"gather-backward-sum"}),
     ),
     **dict.fromkeys(("bias-per-micro", "recompute-flip"), Row(hides=LATER_STEPS, spoils=NO_PATTERN)),
-    "norm-omits-experts": Row(hides=DRIFT | {"clip-per-rank"}),
+    **dict.fromkeys(("norm-omits-experts", "accum-clipped"), Row(hides=DRIFT | {"clip-per-rank"})),
     "gather-cut": Row(hides=DRIFT | {"cut-graph"}, spoils=NO_PATTERN),
     "bf16-reduction": Row(spoils=NO_PATTERN, knows_line=True),
     **dict.fromkeys(SPOILING, Row(spoils=NO_PATTERN)),
@@ -82,8 +84,8 @@ def without_consequences(found: list[Finding]) -> list[Finding]:
     named = any(bug and bug != "replicas-differ" for bug in bugs)
     whole = [f for f in found if f.verdict == BUG and f.bug in causes and row(f.bug).its_tensors]
     told = [f for f in found if f.verdict != BUG or not (f.bug in hidden or _of_its_tensors(f, whole))]
-    if any(f.verdict == BUG and f.bug not in DRIFT | {"", "wrong-adjoint"} for f in told):
-        told = [f for f in told if f.bug != "wrong-adjoint"]  # copies that are none make every convention look wrong
+    if any(f.verdict == BUG and f.bug not in DRIFT | ADJOINTS | {""} for f in told):
+        told = [f for f in told if f.bug not in ADJOINTS]  # copies that are none make every convention look wrong
     others = {name for f in told if f.verdict == BUG and f.bug not in DRIFT for name in f.tensors}
     told = [f for f in told if f.bug not in DRIFT or not f.tensors or not set(f.tensors) <= others]
     return [f for f in told if f.verdict != INCONCLUSIVE or not named]

@@ -70,6 +70,7 @@ def bug_of(
         patterns.OTHER_CUTS: "tie-after-scatter",
         patterns.PER_TOKEN: "mean-of-means",
         patterns.CLIPPED: "clip-per-rank",
+        patterns.CLIPPED_EARLY: "accum-clipped",
         patterns.RESTARTED: "positions-restart",
     }
     return fixed.get(symptom.kind, "")

@@ -15,8 +15,8 @@ from isograd_verify.record.events import Key, use_of
 SCALED, UNREDUCED, OTHER_CUTS, LAST_ONLY, LOST, USE_LOST, REREDUCED = (
     "scaled", "unreduced", "other cuts", "last micro-batch only", "micro-batches lost", "a use lost", "reduced again",
 )  # fmt: skip
-REDIVIDED, PER_TOKEN, CLIPPED, MIXED, RESTARTED, SHARDS = (
-    "divided again", "mean of means", "clipped apart", "mixed", "restarted", "other shards",
+REDIVIDED, PER_TOKEN, CLIPPED, CLIPPED_EARLY, MIXED, RESTARTED, SHARDS = (
+    "divided again", "mean of means", "clipped apart", "clipped early", "mixed", "restarted", "other shards",
 )  # fmt: skip
 
 
@@ -42,6 +42,7 @@ def said(kind: str, value: float, axis: str) -> str:
         REREDUCED: f"earlier micro-batches were reduced again: coefficients rise by {value:g} each",
         REDIVIDED: f"earlier micro-batches were divided by {value:g} again, later ones were not",
         CLIPPED: "each rank clips by a norm of its own before the sum",
+        CLIPPED_EARLY: "they were clipped before the last micro-batch was added: those before it count less",
         PER_TOKEN: "contributions are weighted by 1 / their own number of labels",
         SHARDS: f"summed over {axis}, whose members hold other shards of it",
         MIXED: "contributions count unequally",

@@ -228,6 +228,7 @@ class LossTerm(Event):
     value: float
     weights: tuple[float, ...]
     joined: int = -1
+    injected: bool = False  # by a Function that was given it, and sends it a gradient of its own
 
     @property
     def share(self) -> float:
@@ -256,11 +257,10 @@ class Changed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Carried(Event):
-    """What a backward begins with was made, first at `site`, from a tensor that a program carries from step to step and
-    that has changed since it was first seen; `carried/NAME` is its sketch."""
+    """What a backward begins with was made, first at `site`, from what changes from step to step, or of own rows."""
 
     kind: ClassVar[str] = "carried"
-    name: str
+    name: str  # `carried/NAME` is its sketch
     began: str  # its hash when it was first seen; '' where that was in a later step
     own: str  # before a wrapper made it that of rank 0
     site: str = ""

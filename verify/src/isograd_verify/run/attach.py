@@ -24,7 +24,7 @@ from torch import Tensor
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.checks import check
 from isograd_verify.record.events import Backward, Collective, Lost, OtherWorld, Step
-from isograd_verify.record.recording import VERSION, RankRecord, Recording, write_json
+from isograd_verify.record.recording import VERSION, Recording, write_json
 from isograd_verify.run.hang import crash, wait, watching
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject
 from isograd_verify.tell.report import Report, timeline
@@ -254,7 +254,7 @@ def _obstacles(recording: Recording) -> Iterator[str]:
         return
     steps = [e for r in recording.ranks for e in r.of(Step)]
     taken = [e for e in steps if not e.note]
-    ended = [r.rank for r in recording.ranks if not r.about.get("finished") or not _complete(r)]
+    ended = [r.rank for r in recording.ranks if not r.about.get("finished") or (r.of(Backward) and not r.of(Step))]
     if any(r.about.get("functional") for r in recording.ranks):
         yield (
             "the program takes gradients by torch.func, which returns them and calls no backward: they are not "
@@ -271,11 +271,6 @@ def _obstacles(recording: Recording) -> Iterator[str]:
     functional = any(r.about.get("functional") for r in recording.ranks)
     if taken and not functional and not any(p.gradient for e in taken for p in e.parameters.values()):
         yield "no parameter of a called module had a gradient at the optimizer's step"
-
-
-def _complete(record: RankRecord) -> bool:
-    """Whether the last backward of a rank is in a step that was written."""
-    return bool(record.of(Step)) or not record.of(Backward)
 
 
 def facts(recording: Recording) -> dict[str, str]:

@@ -42,6 +42,7 @@ from isograd_verify.record.events import Backward, Collective, Lost, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
+from isograd_verify.tell.wording import finding
 from isograd_verify.watch.calls import CACHE, GRAPH
 
 MOST_STARTS = 16
@@ -106,7 +107,8 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
         for site, times in reference.about.get("scale", {}).items():
             beside.findings = [_open(found, site, times) for found in beside.findings]
     except NoReference as error:
-        return _not_compared(subject, error.why, error.fix)
+        found = finding(BUG, error.bug, error.why) if error.bug else None
+        return _not_compared(subject, error.why, error.fix, found)
     except VerifyError as error:
         fix = "make inputs and labels before the model is called, as local variables of the functions around the call"
         return _not_compared(subject, error.what, fix if error.code == "IG722" else str(error.fix or ""))
@@ -123,9 +125,9 @@ def _open(found: Finding, site: str, times: float) -> Finding:
     return replace(found, verdict=INCONCLUSIVE, sentence=f"{found.sentence}, as one device computes it; {why}")
 
 
-def _not_compared(subject: Subject, why: str, fix: str) -> Subject:
+def _not_compared(subject: Subject, why: str, fix: str, found: Finding | None = None) -> Subject:
     said = Finding(INCONCLUSIVE, "", f"not compared with one device: {why}", look=fix)
-    subject.findings = [said, *subject.findings]
+    subject.findings = [found or said, *subject.findings]
     return subject
 
 
@@ -150,25 +152,22 @@ class WorldOfOne:
         """(the recording, the backwards that were done again). `natural`: its first round is the program's own.
         `means`: a file of what modules carry, in place of what they carried."""
         home, own = self.candidate.path, self.turns if natural else 0
+        steps = {event.step: event.parameters for event in self.candidate.ranks[0].of(Step)[::-1]}
         about = {
             "backwards": queue,
             "natural": own,
             "moving": moving(self.candidate),
             "means": means,
-            "learn": {of: self._learn(of) for of in {step for *_, step in queue}},
+            "learn": {of: {n: p.trainable for n, p in steps[of].items()} for of in {step for *_, step in queue}},
             "turns": self.turns,
         }
         write_json(home / "feed.json", about)
         one = self._start(home / name)
-        steps = [e.step for e in one.ranks[0].of(Step) if not e.note]
-        if len(steps) < own:
+        taken = [e.step for e in one.ranks[0].of(Step) if not e.note]
+        if len(taken) < own:
             raise NoReference("in a world of one no optimizer steps", MORE_STEPS)
-        done = zip(queue, steps[own:], strict=False)
+        done = zip(queue, taken[own:], strict=False)
         return one, [Again(ranks[0], micro, one.ranks[0], step, of) for (ranks, micro, of), step in done]
-
-    def _learn(self, step: int) -> dict[str, bool]:
-        """By parameter: whether it learns in a step."""
-        return {name: one.trainable for name, one in self.candidate.ranks[0].of(Step, step)[0].parameters.items()}
 
     def _start(self, place: Path) -> Recording:
         place.mkdir()
@@ -209,6 +208,8 @@ def _pair(alone: WorldOfOne) -> tuple[Recording, Recording, list[Again]]:
         reference, renamed = chained(candidate)
         return renamed, reference, []
     except NoReference as error:
+        if error.bug:
+            raise
         try:
             return candidate, *_reference(alone)
         except NoReference as other:
@@ -312,16 +313,15 @@ def _at_once(alone: WorldOfOne, reference: Recording, micros: list[int], errors:
     """Whether one device has other gradients of the rows of all ranks in one batch than of each rank's by themselves,
     which go the way that they went on the ranks. `errors`: to add to."""
     ranks = distinct(alone.candidate)
-    own: list[Finding] = []
     try:
         first, whole = replace(alone, replay=False).again("together", [(ranks, micro, 1) for micro in micros], True)
         if len(whole) == len(micros) and (sites := other_terms(alone.candidate, whole)):
-            own = [Finding(NOTE, "", OWN_TERM.format(" and ".join(sites)))]
+            return [Finding(NOTE, "", OWN_TERM.format(" and ".join(sites)))]
         apart = at_once(alone.candidate, first, whole, reference) if len(whole) == len(micros) else {}
     except NoReference:  # it has another loss, or calls that cannot be joined
-        return own
+        return []
     if not apart:
-        return own
+        return []
     errors |= apart
     names = tuple(sorted(apart, key=lambda name: -apart[name]))
     sentence = (

@@ -37,8 +37,9 @@ BUGS: dict[str, Bug] = {
         "every all-reduce of .grad after backward: DistributedDataParallel has done it",
     ),
     "parameters-mixed": Bug(
-        "ranks have gradients of different parameters, and FSDP2 reduces those that a rank has as one buffer",
-        "heads and experts that some ranks do not use: let each take part in every loss, with 0 times its output",
+        "ranks have gradients of different parameters, and reduce those that each has as one buffer (FSDP2, by hand)",
+        "heads and experts that some ranks do not use: let each take part in every loss, with 0 times its output, or "
+        "fill `.grad` with zeros",
     ),
     "inputs-differ": Bug(
         "ranks that hold parts of one model were given different data: a sampler that counts every rank as a data rank",
@@ -49,6 +50,11 @@ BUGS: dict[str, Bug] = {
         "what a custom function returns in backward is not the adjoint of what it does in forward",
         "its backward: a gather's adjoint sums what all ranks send back and takes this rank's part, a sum's adjoint "
         "sums; make gradients contiguous before a collective reads their memory",
+    ),
+    "input-unreduced": Bug(
+        "a layer that is cut over ranks takes an input that all of them hold, and nobody sums the input's gradient",
+        "every use of such an input, a side branch's too: Megatron's copy_to_tensor_model_parallel_region, whose "
+        "backward is an all-reduce; or a loss that is not the same on all of these ranks",
     ),
     "norm-unreduced": Bug(
         "norm gradients under sequence parallelism are sums over this rank's tokens only",
@@ -94,8 +100,8 @@ BUGS: dict[str, Bug] = {
         "every all_gather or all_to_all of scores: it needs an adjoint, as that of the tokens does",
     ),
     "aux-times-world": Bug(
-        "the balance loss is a mean on each rank already, and is multiplied by the number of ranks with the loss of "
-        "the labels, which is a sum over all ranks' labels",
+        "a term that each rank has whole (a balance loss, a penalty of weights) is summed over the ranks with the loss "
+        "of the labels, of which each rank has a part",
         "what multiplies the whole loss by the number of ranks or divides it by accumulation: it must not touch a term "
         "that is a mean by itself",
     ),
@@ -159,6 +165,10 @@ BUGS: dict[str, Bug] = {
         "uses of log_softmax inside loss_parallel() other than the loss: an entropy, label smoothing, a z-loss; gather "
         "the logits for them, or compute them outside",
     ),
+    "accum-clipped": Bug(
+        "gradients are clipped after every backward, and not once behind the last one",
+        "the clip inside the accumulation loop: it belongs behind the loop, before the step",
+    ),
     "accum-undivided": Bug(
         "the mean over micro-batches is missing: gradients are multiplied by their number",
         "the division by the number of accumulation steps, or better by the number of tokens of the whole step",
@@ -170,6 +180,10 @@ BUGS: dict[str, Bug] = {
     "pp-scale": Bug(
         "pipeline stages divide what the stages behind them have divided already",
         "every division by the number of micro-batches: only the loss, on the last stage, is divided",
+    ),
+    "micro-batches-swapped": Bug(
+        "a pipeline stage takes its micro-batches up in backward in another order than gradients come back",
+        "what backward takes from a list of outputs: list.pop() takes the last one, gradients come first in, first out",
     ),
     "bias-n-times": Bug(
         "a bias is added on every tensor-parallel rank before the outputs are summed",

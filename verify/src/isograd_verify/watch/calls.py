@@ -7,6 +7,7 @@ the state of the random generators, and what modules carry from step to step (`s
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from isograd_verify.watch.capture import Capture
 
 LIMIT = 1 << 28  # bytes of one call
+PLAIN = (str, int, float, bool)  # arguments that are kept beside tensors
 # Calls with a graph, and calls without one whose outputs a loss takes all the same: GradCache computes representations
 # so, takes the gradient of the loss to them, and calls the model again for its own. Of the latter kind are kept those
 # of a backward that has no call with a graph.
@@ -103,6 +105,7 @@ class Calls:
             return
         self.last[kind] = *now, self.last[kind][2] + 1 if self.last[kind][:2] == now else 0
         kept, size = generators(), self.cached if kind == CACHE else 0
+        kept |= plain(args, kwargs)
         for name, value in found(args, kwargs).items():
             tensor = value.get_state() if isinstance(value, torch.Generator) else value
             size += tensor.numel() * tensor.element_size()
@@ -119,6 +122,12 @@ class Calls:
             save_file(kept, self.capture.out.path / file_of(*self.last[kind], kind))
 
 
+def plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """Words and numbers among the arguments, each as the bytes of its JSON."""
+    held = {n: a for n, a in ({str(i): a for i, a in enumerate(args)} | kwargs).items() if type(a) in PLAIN}
+    return {f"plain/{n}": torch.tensor(list(json.dumps(a).encode()), dtype=torch.uint8) for n, a in held.items()}
+
+
 def total(roots: Any) -> Tensor:
     """The number with which a backward began."""
     own = [roots] if isinstance(roots, Tensor) else roots
@@ -128,8 +137,11 @@ def total(roots: Any) -> Tensor:
 def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What calls of several ranks were made with, as one call: the rows of one rank under those of another, filled up
     with zeros to one length. The first argument says how many rows a rank has; what has no rows must be equal, but for
-    single numbers, which are left as they are."""
-    rows = [next(len(t) for name, t in one.items() if name.startswith("argument/") and t.dim()) for one in kept]
+    single numbers, which are left as they are. Views that stand one under the other in that argument do so still."""
+    argument = next(name for name, t in kept[0].items() if name.startswith("argument/") and t.dim())
+    rows, views = [len(one[argument]) for one in kept], {_views(one[argument], one) for one in kept}
+    several = views.pop() if len(views) == 1 else ()
+    of_view = [len(one[several[0]]) for one in kept] if several else rows
     found = {}
     for name, first in kept[0].items():
         parts = [one[name] for one in kept if name in one]
@@ -137,13 +149,23 @@ def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
             found[name] = first
         if not first.dim():
             continue
-        if name.startswith(("generator/", "state/")) or [len(p) for p in parts] != rows:
-            if name.startswith("argument/") and name not in found:
+        if name.startswith(("generator/", "state/", "plain/")) or [len(p) for p in parts] not in (rows, of_view):
+            if name.startswith(("argument/", "plain/")) and name not in found:
                 raise RuntimeError(f"{name.partition('/')[2]} of several ranks cannot be put together as rows")
             continue
         sizes = [max(p.shape[d] for p in parts) for d in range(1, first.dim())]
         found[name] = torch.cat([_filled(p, sizes) for p in parts])
-    return found
+    return found | ({argument: torch.cat([found[name] for name in several])} if several else {})
+
+
+def _views(whole: Tensor, kept: dict[str, Tensor]) -> tuple[str, ...]:
+    """The variables whose rows are those of an argument, one under the other; none where there are not several."""
+    held = {n: t for n, t in kept.items() if t.dtype == whole.dtype and t.dim() and 0 < len(t) < len(whole)}
+    for name, t in held.items() if len(whole) else ():
+        if not name.startswith("argument/") and torch.equal(t, whole[: len(t)]):
+            rest = _views(whole[len(t) :], kept) or [n for n in held if torch.equal(held[n], whole[len(t) :])][:1]
+            return (name, *rest) if rest else ()
+    return ()
 
 
 def _filled(part: Tensor, sizes: list[int]) -> Tensor:

@@ -153,12 +153,10 @@ class WatchMode(TorchDispatchMode):
                 return self._loss_backward
             if name in SEEN and func._overloadname in ("default", "Tensor", "Scalar"):
                 return self._after("means", self.means.look)
-            if name == "topk":
-                return self._choice
             if name == "embedding_dense_backward":
                 return self._after("rows", lambda _, args, kwargs, made: rows.look(self.listener, args, made))
-            if name in _DRAWS:
-                return self._draw
+            spread = self._after("states", self.states.spread)
+            return {"topk": self._choice, "std": spread, "var": spread, **dict.fromkeys(_DRAWS, self._draw)}.get(name)
         return None
 
     def _end(self) -> None:

@@ -8,6 +8,7 @@ those with which the other run's step began. After the last call the process end
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections import defaultdict
@@ -107,9 +108,12 @@ class Feed:
     def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kind = outermost(self.capture, module)
         if kind == GRAPH or (kind == CACHE and self._of_calls_without_a_graph()):
+            self.plain: dict[str, Any] = {}
             self.capture.guarded(self._replace)(module, kind, args, kwargs)
             if self.capture.failure:
                 self.done(self.capture)
+            args = tuple(self.plain.get(str(i), value) for i, value in enumerate(args))
+            kwargs = {name: self.plain.get(name, value) for name, value in kwargs.items()}
         return original(module, *args, **kwargs)
 
     def _of_calls_without_a_graph(self) -> bool:
@@ -148,6 +152,8 @@ class Feed:
                     f"the model is called {self.call} times before a backward, and less often on rank {rank}"
                 )
         kept = load(paths[0]) if len(paths) == 1 else joined([load(path) for path in paths])
+        words = {name: value for name, value in kept.items() if name.startswith("plain/")}
+        self.plain = {name[6:]: json.loads(bytes(value.tolist())) for name, value in words.items()}
         self._give(kept | self.means, found(args, kwargs))
         self.cached |= kind == CACHE
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
-from isograd_verify.record.events import Function
+from isograd_verify.record.events import Function, LossTerm
 from isograd_verify.record.sketch import content_hash, dtype_name, sketch
 from isograd_verify.watch import foreign
 from isograd_verify.watch.recorder import Recorder
 from isograd_verify.watch.sites import call_site
 
 MOST_CALLS = 64  # in a step
+ROWS = 16  # of labels, that are looked at
 LIMIT = 1 << 26  # bytes of one call's tensors
 
 
@@ -42,11 +43,27 @@ class Functions:
         tensors = [foreign.local(t.detach()) for t in (*(t for _, t in given), *made)]
         if len(nodes) != 1 or not given or self.count >= MOST_CALLS or foreign.imagined(tensors):
             return
+        self._injected(next(iter(nodes)), [(i, t) for i, t in given if type(t) is Tensor], made[0])
         size = sum(t.numel() * t.element_size() for t in tensors)
         if size > LIMIT or any(type(t) is not Tensor for t in tensors) or len({t.dtype for _, t in given}) > 1:
             return
         self.count += 1
-        _Call(c, kind, given, made, nodes.pop(), before, self.count)
+        whole = [t.detach() for t in args if isinstance(t, Tensor) and t.dtype == torch.int64 and t.numel() > 1]
+        _Call(c, kind, given, made, nodes.pop(), before, self.count, whole)
+
+    def _injected(self, node: Any, given: list[tuple[int, Tensor]], made: Tensor) -> None:
+        """What was made is one of the tensors given: a number beside it gets a gradient of the Function's own."""
+        numbers = [(i, float(t)) for i, t in given if t.dim() == 0 and not t.is_leaf]
+        if not numbers or all(t.dim() == 0 or t.data_ptr() != made.data_ptr() for _, t in given):
+            return
+        c, site = self.capture, call_site(self.capture.base)
+
+        def leaves(sent: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> None:
+            for i, value in numbers:
+                if (weight := sent[i]) is not None:
+                    c.event(LossTerm(*c.now, site=site, value=value, weights=(float(weight),), injected=True))
+
+        node.register_hook(unserializable_hook(c.guarded(leaves, "functions")))
 
 
 class _Call:
@@ -54,13 +71,13 @@ class _Call:
 
     def __init__(
         self, c: Recorder, kind: type, given: list[tuple[int, Tensor]], made: list[Tensor], node: Any, before: int,
-        number: int,
+        number: int, labels: list[Tensor],
     ) -> None:  # fmt: skip
         self.c, self.name, self.number, self.began = c, kind.__qualname__, number, c.now
         self.site, self.groups = call_site(c.base), list(c.groups[before:])
         self.given = [(i, foreign.local(t.detach()), foreign.local(t.detach())._version) for i, t in given]
         self.made = [foreign.local(t.detach()) for t in made]
-        self.entered = 0
+        self.entered, self.labels = 0, labels
         node.register_prehook(unserializable_hook(c.guarded(self._enters, "functions")))
         node.register_hook(unserializable_hook(c.guarded(self._leaves, "functions")))
 
@@ -82,6 +99,8 @@ class _Call:
         size = sum(_size(a) * _size(b) for a, b in ((made, came_back), (given, back)))
         for part, tensors in (("in", given), ("out", made), ("came", came_back), ("sent", back)):
             self.c.tensors[f"function/{self.number}/{part}"] = _sketch(tensors)
+        if len(given) == len(made) == len(self.labels) == 1 and made[0].numel() == self.labels[0].numel():
+            self._rows(given[0], back[0], made[0], came_back[0], group.index(foreign.world()[0]))
         contents = _contents(given), _contents(made)
         self.c.event(
             Function(
@@ -89,6 +108,18 @@ class _Call:
                 dtype=dtype_name(given[0]), made=both[0], given=both[1], size=size, contents=contents,
             )
         )  # fmt: skip
+
+    def _rows(self, logits: Tensor, back: Tensor, made: Tensor, came: Tensor, place: int) -> None:
+        """A few rows of what may be a cross-entropy of logits that are cut over ranks, this rank's the `place`th part:
+        the logarithm of their sum, the label's logit where it is here, the loss, and the sums of gradients."""
+        width, labels = logits.shape[-1], self.labels[0].reshape(-1)[:ROWS]
+        if logits.numel() != width * self.labels[0].numel():
+            return
+        x, sent = (t.reshape(-1, width)[:ROWS].double() for t in (logits, back))
+        at = labels - width * place
+        picked = x.gather(1, at.clamp(0, width - 1)[:, None])[:, 0] * (at == at.clamp(0, width - 1))
+        rows = [x.logsumexp(1), picked, *(t.reshape(-1)[:ROWS].double() for t in (made, came)), sent.sum(1)]
+        self.c.tensors[f"function/{self.number}/rows"] = torch.stack(rows)
 
 
 def _or_zeros(gradient: Tensor | None, of: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Buffers and other tensors of a module are looked at when it is called; those in 
 micro-batch, in lists and attributes of objects, too. Those that have changed since they were first seen are marked, and
 followed as results of collectives are (flows.py) to what a backward begins with. Not followed are large ones, those
 with a row for each of the batch (a recurrent state belongs to its rows), what is filled row by row (a replay buffer),
-and what ranks have reduced.
+and what ranks have reduced. The deviation of rewards or advantages of a batch is followed from the first step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from isograd_verify.watch.variables import variables, walk
 
 MOST_ELEMENTS = 1 << 16
 SAMPLES = 64  # of a variable's elements: where most stay as they were, it is filled row by row
+SPREAD = "the deviation of"
 OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_")
 
 
@@ -87,6 +88,14 @@ class States:
             self.flows.mark(value, {len(self.seen): CUT})
             self.seen.append((name, first, own or hashed, value.detach().clone()))
 
+    def spread(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """The deviation of a batch's rewards or advantages, one for each row, is a statistic of this rank's rows."""
+        given = args[0]
+        if type(result) is Tensor and not result.dim() and given.dim() == 1 and not given.requires_grad:
+            self.flows.mark(result, {len(self.seen): CUT})
+            site = self.used[len(self.seen)] = call_site(self.capture.base)
+            self.seen.append((f"{SPREAD} {len(given)} numbers at {site}", "", digest(given), given.clone()))
+
     def carry(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator was run. A batch norm that trains is given its statistics and does not use them."""
         name = func._schema.name.partition("::")[2]
@@ -106,6 +115,8 @@ class States:
         """A backward begins with these."""
         for number in self.flows.of(strided(roots)):
             name, began, own, value = self.seen[number]
+            if name.startswith(SPREAD) and len(value) not in self.rows:
+                continue
             self.capture.tensors[f"carried/{name}"] = sketch(value)
             site = self.used.get(number, "")
             self.capture.event(Carried(*self.capture.now, name=name, began=began, own=own, site=site))

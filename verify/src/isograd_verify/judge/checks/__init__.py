@@ -13,7 +13,7 @@ from isograd_verify.errors import VerifyError
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.adjoints import adjoints
 from isograd_verify.judge.checks.again import computed_again
-from isograd_verify.judge.checks.balance import balance_counts, coefficients_unjudged
+from isograd_verify.judge.checks.balance import balance_counts, coefficients_unjudged, whole_terms
 from isograd_verify.judge.checks.copies import averages, carried, copies, rates
 from isograd_verify.judge.checks.data import own_data
 from isograd_verify.judge.checks.dead import alive
@@ -46,7 +46,8 @@ CHECKS: tuple[Check, ...] = (
     steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, logit_gradients, continuity,
     replicas, missing, norms, scaled_clips, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws,
     alive, copies, carried, rates, averages, shared_draws, counted, rewritten, computed_again, summed_inside,
-    row_sums, balance_counts, coefficients_unjudged, undivided, adjoints, choice_bias, counted_once, same_choice,
+    row_sums, balance_counts, whole_terms, coefficients_unjudged, undivided, adjoints, choice_bias, counted_once,
+    same_choice,
 )  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 A call is judged where its contents show that it was linear: a gather, an exchange, a part of a whole, a sum over ranks.
 Where ranks hold copies, two conventions are right beside the plain one: what came back is one gradient that all ranks
-computed, and counts once; or what was given is one tensor, and each rank is sent back the whole of its gradient.
+computed, and counts once; or what was given is one tensor, and each rank is sent back the whole of its gradient. A sum
+that sends back what came is right for one gradient: where ranks with the same data send it several, a later layer is
+wrong.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from isograd_verify import tolerances
@@ -25,8 +28,10 @@ Calls = dict[int, Function]  # by rank
 def adjoints(analysis: Analysis) -> Iterator[Finding]:
     """The backward of a function that gathers, sums or exchanges tensors is its adjoint."""
     told: set[str] = set()
+    names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+    later: Finding | None = None
     for calls in _together(analysis):
-        first = next(iter(calls.values()))
+        first, axis = next(iter(calls.values())), axis_over(analysis.recording, tuple(calls))
         parts = {rank: _parts(analysis, rank, call) for rank, call in calls.items()}
         made, given = (sum(getattr(call, what) for call in calls.values()) for what in ("made", "given"))
         size = sum(call.size for call in calls.values())
@@ -36,8 +41,23 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
         allowed += [made / several] if _alike([p["came"] for p in parts.values()]) else []
         allowed += [made * several] if _alike([p["in"] for p in parts.values()]) else []
         right = any(abs(given - one) <= rounding for one in allowed)
+        if first.site not in told and (left := _shifted(analysis, calls)):
+            told.add(first.site)
+            sentence = (
+                f"step {analysis.step}: {first.name} at {first.site} is the cross-entropy of logits that are cut over "
+                f"{axis}, and the gradient of a row, which sums to zero, sums to {left:.4g} for a label that weighs 1"
+            )
+            yield finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
         overflow = not math.isfinite(made + given + size)
         if right or overflow or first.site in told or not _linear(calls, parts):
+            continue
+        if _passes_copies(analysis, parts):
+            sentence = (
+                f"step {analysis.step}: what {first.name} at {first.site} makes is one tensor on {axis}, which were "
+                "given the same data, and each rank sends back another gradient to it: a later layer does not sum that "
+                "of its input"
+            )
+            later = finding(BUG, "input-unreduced", sentence, tensors=names, axis=axis, site=first.site)
             continue
         told.add(first.site)
         sentence = (
@@ -45,9 +65,9 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
             f"it made times what came back is {made:.6g} over the ranks, what it was given times what it sent back "
             f"{given:.6g}"
         )
-        names = tuple(n for n in analysis.names if analysis.info(n).gradient)
-        axis = axis_over(analysis.recording, tuple(calls))
         yield finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
+    if later is not None:
+        yield later
 
 
 def unjudged(analysis: Analysis) -> list[Function]:
@@ -77,6 +97,28 @@ def _together(analysis: Analysis) -> Iterator[Calls]:
 def _parts(analysis: Analysis, rank: int, call: Function) -> dict[str, Tensor]:
     group = analysis.recording.ranks[rank].group(analysis.step, f"function/{call.number}")
     return {part: group[part] for part in ("in", "out", "came", "sent")}
+
+
+def _shifted(analysis: Analysis, calls: Calls) -> float:
+    """To what the gradient of a row of logits sums that are cut over the ranks, where the forward is a cross-entropy,
+    which does not see what is added to all logits of a row; 0.0 of anything else."""
+    groups = [analysis.recording.ranks[r].group(analysis.step, f"function/{c.number}") for r, c in calls.items()]
+    if not all("rows" in group for group in groups):
+        return 0.0
+    rows = torch.stack([group["rows"] for group in groups])  # [ranks, 5, rows]
+    total, picked, (made, came), sent = rows[:, 0].logsumexp(0), rows[:, 1].sum(0), rows[0, 2:4], rows[:, 4].sum(0)
+    if not bool(came.all()) or float((total - picked - made).norm()) > tolerances.FIT["float32"] * float(made.norm()):
+        return 0.0
+    each = sent / came
+    worst = float(each[each.abs().argmax()])
+    return worst if abs(worst) > tolerances.FACTOR else 0.0
+
+
+def _passes_copies(analysis: Analysis, parts: dict[int, dict[str, Tensor]]) -> bool:
+    """Whether ranks with the same data get back what they made in common, each its own gradient, which is passed on."""
+    given, each = analysis.data_of(parts), [*parts.values()]
+    same = all(given) and all(one == given[0] for one in given) and _alike([p["out"] for p in each])
+    return same and not _alike([p["in"] for p in each]) and all(_close(p["sent"], p["came"]) for p in each)
 
 
 def _alike(sketches: list[Tensor]) -> bool:

@@ -7,6 +7,7 @@ each term is multiplied by.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -23,27 +24,52 @@ def balance_counts(analysis: Analysis) -> Iterator[Finding]:
     events = [event for record in analysis.recording.ranks for event in record.of(Coefficient)]
     told = {event.name: event.value for event in events}
     coefficient, experts = told.get("router_aux_loss_coef"), told.get("num_experts", 1.0)
-    if not coefficient or not analysis.losses or len({(e.name, e.value) for e in events}) != len(told):
+    if not analysis.losses or len({(e.name, e.value) for e in events}) != len(told):
         return
     share = step_shares(analysis)
     labels, calls = next(iter(analysis.losses.items()))
     main = sum(share.get(key, 0.0) * call.low * call.count for key, called in calls.items() for call in called)
     for site, found in terms(analysis).items():
-        scales = [_scale(term, coefficient, experts) for _, term in found]
-        if site == labels or not main or not all(scales):
+        injected = all(term.injected for _, term in found)  # in each layer, and multiplied by the coefficient already
+        wanted = len(found) / max(len(share), 1) if injected else coefficient
+        scales = [1.0 if injected else _scale(term, coefficient or 0.0, experts) for _, term in found]
+        if site == labels or not main or not wanted or not all(scales):
             continue
         weight = sum(often * term.weights[0] / scale for (often, term), scale in zip(found, scales, strict=True))
-        factor = weight / coefficient / main
+        factor = weight / wanted / main
         if abs(factor - 1) <= tolerances.TERM:
             return
         bug, axis, words = too_often(analysis, factor)
+        if injected and not (bug.startswith("aux-times") and abs(factor - round(factor)) <= tolerances.FACTOR):
+            continue  # a coefficient
+        said = "and labels' to one for each call, of which there are" if injected else "the config says"
         sentence = (
             f"step {analysis.step}: the balance loss at {site} counts {factor:.4g} times where the labels count once: "
-            f"its weights over ranks and micro-batches sum to {weight:.4g}, the config says {coefficient:g}"
+            f"its weights over ranks and micro-batches sum to {weight:.4g}, {said} {wanted:g}"
         ) + (f" ({words})" if words else "")
         bars = (("labels", 1.0), ("balance loss", factor))
         yield finding(BUG if bug else INCONCLUSIVE, bug, sentence, axis=axis, coefficients=bars)
         return
+
+
+def whole_terms(analysis: Analysis) -> Iterator[Finding]:
+    """A term that each rank computes whole, of weights alone, counts once over all ranks and micro-batches."""
+    share, (labels, calls) = step_shares(analysis), next(iter(analysis.losses.items()), ("", {}))
+    main = sum(share.get(key, 0.0) * call.low * call.count for key, called in calls.items() for call in called)
+    if abs(main - 1) > tolerances.FACTOR or analysis.same_data(analysis.all_ranks):
+        return
+    for site, found in terms(analysis).items():
+        alike = all(n % len(share) == 0 for n in Counter(term.value for _, term in found).values())
+        times = sum(often for often, _ in found) / len(found) * len(share)
+        ways = [a / b for _, term in found for a, b in pairwise(term.weights) if b]
+        bug, axis, words = too_often(analysis, times) if alike and site != labels else ("", "", "")
+        counts = any(term.share for _, term in found)  # not 0 times an output that is not used
+        if bug and counts and not any(abs(way * times - 1) <= tolerances.FACTOR for way in ways):
+            sentence = (
+                f"step {analysis.step}: the term of the loss at {site} is the same on all ranks, and counts "
+                f"{times:.4g} times ({words}) where labels count once, but for its coefficient; one device would decide"
+            )
+            yield finding(INCONCLUSIVE, bug, sentence, axis=axis, site=site)
 
 
 def coefficients_unjudged(analysis: Analysis) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from isograd_verify import tolerances
 from isograd_verify.judge import patterns
 from isograd_verify.judge.analysis import ELSEWHERE, Analysis, Observed
 from isograd_verify.judge.checks.copies import exchange
-from isograd_verify.judge.checks.norms import clipped_apart
+from isograd_verify.judge.checks.norms import clipped_apart, clipped_early
 from isograd_verify.judge.checks.traffic import reduced_in_half, reductions
 from isograd_verify.judge.contributions import Fit, fit
 from isograd_verify.judge.naming import bug_of, class_of, classes_of
@@ -140,7 +140,7 @@ def _read_tensor(analysis: Analysis, name: str, read: _Read) -> None:
             continue
         mixed = _other_shards(analysis, name, seen.own, found.coefficients)
         if mixed and found.residual <= loose and (found.uniform or found.determined):
-            axis = _axis(analysis, patterns.MIXED, (seen.own, *mixed))
+            axis = axis_of(analysis, patterns.MIXED, (seen.own, *mixed), seen.own)
             read.add("wrong-group", patterns.MIXED, 1.0, axis, name, found.coefficients)
         elif found.uniform:
             possible = found.each
@@ -165,14 +165,17 @@ def _read_pattern(analysis: Analysis, seen: Observed, found: Fit, loose: float, 
         symptom = patterns.read(shared, seen.own, analysis.counts, loose)
     if symptom.kind == patterns.MIXED and clipped_apart(analysis, found.coefficients):
         symptom = Symptom(patterns.CLIPPED)
+    if symptom.kind == patterns.MIXED and clipped_early(analysis, found.coefficients):
+        symptom = Symptom(patterns.CLIPPED_EARLY)
     if symptom.kind == patterns.SCALED:  # equal, but for rounding
         read.possible[seen.name] = (symptom.value,)
         read.scales.setdefault(seen.name, {}).update(dict.fromkeys(seen.ranks, symptom.value))
         return
     value = round(symptom.value, 3) if symptom.kind in (patterns.REREDUCED, patterns.REDIVIDED) else 1.0
     across = symptom.kind in (patterns.UNREDUCED, patterns.OTHER_CUTS)
-    ranks = (seen.own, *_members(found.classes, symptom.missing)) if across else ()
-    read.add("", symptom.kind, value, _axis(analysis, symptom.kind, ranks), seen.name, found.coefficients)
+    gone = {r for first, alike in found.classes.items() if first[0] in symptom.missing for r, _ in alike}
+    axis = axis_of(analysis, symptom.kind, (seen.own, *sorted(gone)) if across else (), seen.own)
+    read.add("", symptom.kind, value, axis, seen.name, found.coefficients)
     read.where.setdefault(seen.name, set()).update(analysis.replicas_of(seen.name, seen.own), seen.ranks)
 
 
@@ -189,11 +192,6 @@ def _summed_in_backward(analysis: Analysis, name: str, found: Fit) -> bool:
         and all(set(event.group) <= ranks for ranks in together)
         for event in reductions(analysis, smallest=1)
     )
-
-
-def _members(classes: dict[Key, tuple[Key, ...]], ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """All ranks whose contribution is that of the given ones."""
-    return tuple(sorted({r for first, members in classes.items() if first[0] in ranks for r, _ in members}))
 
 
 def _other_shards(analysis: Analysis, name: str, own: int, found: dict[Key, float]) -> tuple[int, ...]:
@@ -243,7 +241,7 @@ def other_data(analysis: Analysis) -> tuple[tuple[int, ...], tuple[str, ...]] | 
     forward = [e for r in analysis.recording.ranks for e in r.of(Collective, analysis.step) if e.phase == "forward"]
     own = {e.group for e in forward if e.op in ("all_to_all", "all_gather", "reduce_scatter")}
     for group in {e.group for e in forward if e.op == "all_reduce" and e.numel > 1} - own:
-        given = [{m: h for (k, m), h in analysis.data.items() if k == rank} for rank in group]
+        given = analysis.data_of(group)
         if len(group) < 2 or not all(given) or all(one == given[0] for one in given):
             continue
         cut = [
@@ -285,12 +283,13 @@ def never_summed(analysis: Analysis, names: Collection[str]) -> str:
     return "outside-wrapper" if whole and reduced and not analysis.same_data(analysis.holders(min(names))) else ""
 
 
-def _axis(analysis: Analysis, kind: str, ranks: tuple[int, ...]) -> str:
+def axis_of(analysis: Analysis, kind: str, ranks: tuple[int, ...], own: int) -> str:
+    """The axis over which a pattern runs; `ranks`: those whose part is missing, or that are told apart."""
     if kind == patterns.PER_TOKEN:
         return "ranks and micro-batches"
     if kind in (patterns.USE_LOST, patterns.CLIPPED):
         return axis_over(analysis.recording, analysis.all_ranks)
-    return axis_over(analysis.recording, ranks, ranks[0]) if ranks else "micro-batches"
+    return axis_over(analysis.recording, ranks, own) if ranks else "micro-batches"
 
 
 def _said(bug: str, kind: str, value: float, axis: str) -> str:
@@ -374,7 +373,7 @@ def _mixed(analysis: Analysis, names: Collection[str]) -> tuple[str, ...]:
     """Tensors of one shape, each without a gradient on some rank, that are a sum of contributions together alone."""
     alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in analysis.names if names else ():
-        if analysis.covered(name) and {rank for rank, _ in analysis.parts[name]} < set(analysis.holders(name)):
+        if analysis.parts[name] and {rank for rank, _ in analysis.parts[name]} < set(analysis.holders(name)):
             alike[analysis.info(name).whole].append(name)
     found: list[str] = []
     for tensors in alike.values():

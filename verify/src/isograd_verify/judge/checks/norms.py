@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.naming import class_of
-from isograd_verify.record.events import Key, Norm, ScaledClip
+from isograd_verify.record.events import Key, Norm, ScaledClip, micro_of
 from isograd_verify.tell.findings import BUG, Finding, listed
 from isograd_verify.tell.wording import axis_over, finding, spread
 
@@ -89,6 +89,18 @@ def clipped_apart(analysis: Analysis, found: dict[Key, float]) -> bool:
     others = [rank for rank in factors if rank not in clipped]
     ordered = bool(clipped) and max(reported[r] for r in others) < min(reported[r] for r in clipped)
     return ordered and spread(factors[r] * reported[r] for r in clipped) <= tolerances.NORM
+
+
+def clipped_early(analysis: Analysis, found: dict[Key, float]) -> bool:
+    """Whether each rank has clipped before its last backward, and what was there by then counts less than the rest."""
+    last = max(micro_of(m) for _, m in found)
+    events = [(r.rank, e.micro) for r in analysis.recording.ranks for e in r.of(Norm, analysis.step) if e.micro < last]
+    clip = {rank: max(micro for r, micro in events if r == rank) for rank, _ in events}
+    behind = [value for (rank, m), value in found.items() if micro_of(m) > clip.get(rank, last)]
+    before = [value for (rank, m), value in found.items() if micro_of(m) <= clip.get(rank, last)]
+    if not before or {rank for rank, _ in found} - clip.keys() or spread(behind) > tolerances.ONE_FACTOR:
+        return False
+    return max(before) <= max(behind) * (1 + tolerances.ONE_FACTOR)
 
 
 def _unlike(values: dict[int, float]) -> tuple[int, ...]:
