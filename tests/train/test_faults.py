@@ -391,7 +391,8 @@ def test_a_save_that_fails_is_told_at_the_next_step_and_done_again_or_left_out(
     if told:
         step = disk[1]
         before = [line["step"] for line in lines[: told[0]] if "event" not in line]
-        assert before[-1] in (step, step + 1)  # the writer is looked at after each step: it may fail at once
+        # The writer is looked at after each step: it may fail at once, or, slowly, just before the next save.
+        assert before[-1] in (step, step + 1, step + 2)
         assert f"the checkpoint of step {step}: " in lines[told[0]]["text"]
         assert ("try 2 of 3" in lines[told[0]]["text"]) == (on_error == "retry")
 

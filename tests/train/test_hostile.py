@@ -88,7 +88,7 @@ def test_an_earlier_run_a_lost_checkpoint_and_a_damaged_one_are_refused_before_r
 def test_a_full_disk_is_the_last_thing_on_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """FAILURES B10: the last words were a bare OSError out of closing the journal."""
     log = journal.Journal(tmp_path / "metrics.jsonl", 0, [])
-    log._file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     with pytest.raises(TrainError, match="IG981") as caught:
         log.write(step=1, loss=1.0)
     log.close()

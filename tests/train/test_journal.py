@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -79,6 +80,27 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TrainError, match="IG988"):
         run_folder.make_folder(tmp_path / "file" / "run")
+
+
+def test_lines_wait_for_room_where_checkpoints_do(tmp_path: Path) -> None:
+    """The first write is cut short, and the next ones find no room: the run ended, whatever `on_error` said."""
+    file = tmp_path / "m.jsonl"
+    log = Journal(file, 0, [], patient=True)
+    real, answers = log._file, [5, OSError(errno.ENOSPC, "no room"), OSError(errno.ENOSPC, "no room")]
+
+    class Full:
+        def write(self, data: bytes) -> int:
+            answer = answers.pop(0) if answers else len(data)
+            if isinstance(answer, OSError):
+                raise answer
+            return real.write(data[:answer])
+
+    log._file = Full()
+    for step in range(1, 4):
+        log.write(step=step, loss=1.0 / step)
+    log._file = real
+    log.close()
+    assert [e["step"] for e in entries(file)] == [1, 2, 3]
 
 
 def test_the_curve_is_high_where_the_loss_is() -> None:

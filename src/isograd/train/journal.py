@@ -74,27 +74,41 @@ def draw_experts(file: Path, to: Path) -> bool:
     return plots.heat_map([step for step, _ in rows], layers, to)
 
 
-class Journal:
-    """On the first rank only. `show` is how a line reaches the person who waits."""
+PATIENCE = 1 << 20  # bytes of lines that wait
 
-    def __init__(self, file: Path, resumed_at: int, sinks: list[Callable[[dict[str, Any]], None]]) -> None:
+
+class Journal:
+    """On the first rank only. Each of `sinks` shows a line to somebody. `patient`: lines wait for room on the disk."""
+
+    def __init__(
+        self, file: Path, resumed_at: int, sinks: list[Callable[[dict[str, Any]], None]], patient: bool = False
+    ) -> None:
         kept = [line for line in read(file) if line.get("step", 0) <= resumed_at and resumed_at > 0]
         with writing():
             atomic.replace_text(file, "".join(json.dumps(line) + "\n" for line in kept))
-            self._file = no_follow.open_to_write(file, "a", encoding="utf-8", buffering=1)
-        self._sinks = sinks
+            self._file = no_follow.open_to_write(file, "ab", buffering=0)
+        self._sinks, self._most, self._waits = sinks, PATIENCE if patient else 0, b""
 
     def write(self, **entry: Any) -> None:
         """Append an entry to metrics.jsonl and show it."""
+        self._waits += json.dumps({k: _number(v) for k, v in entry.items()}, allow_nan=False).encode() + b"\n"
         with writing():
-            self._file.write(json.dumps({k: _number(v) for k, v in entry.items()}, allow_nan=False) + "\n")
+            try:
+                self._put()
+            except OSError:
+                if len(self._waits) > self._most:
+                    raise
         for sink in self._sinks:
             sink(entry)
 
+    def _put(self) -> None:
+        while self._waits:
+            self._waits = self._waits[self._file.write(self._waits) :]
+
     def close(self) -> None:
-        """On a full disk closing fails once more, and hides the error that said so."""
-        with suppress(OSError):
-            self._file.close()
+        """On a full disk this fails once more, and would hide the error that said so."""
+        with suppress(OSError), self._file:
+            self._put()
 
 
 def _number(value: Any) -> Any:

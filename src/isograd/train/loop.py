@@ -230,7 +230,8 @@ class _Run:
             sinks.append(live)
         elif self.options.show != "none":
             sinks.append(journal.as_json if self.options.show == "json" else journal.plain)
-        self.log = journal.Journal(folder / "metrics.jsonl", self.start, sinks)
+        patient = self.config.checkpoint.on_error != "stop"
+        self.log = journal.Journal(folder / "metrics.jsonl", self.start, sinks, patient)
         stack.callback(self.log.close)
         if self.task.notice:
             self._event("note", self.task.notice, self.start)
