@@ -82,6 +82,16 @@ def world_process_group() -> Any:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
+def process_group_of(group: Group) -> Any:
+    """The same of the ranks of a group, which may be one; all of them call it."""
+    if group.size > 1 or not dist.is_initialized():
+        return group.transport.process_group if group.size > 1 else None
+    key = group.purpose, group.ranks
+    if key not in process.made:
+        process.made[key] = of_torch(_new_process_group(*key, 0), group.ranks, 0)
+    return process.made[key].process_group
+
+
 def meet(seconds: float) -> tuple[Any, int, int]:
     """(store, rank, how many) of the ranks that torchrun or variables like its have started; no world is joined."""
     return next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=seconds))))  # type: ignore

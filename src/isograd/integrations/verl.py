@@ -8,12 +8,15 @@ average over ranks is the mean. Here a step's gradient is the sum of these losse
 once by the ranks. A loss function that returns (mean, weight) or `ig.Terms`, as those of `ig.losses`, is a mean over
 all that was weighed: then nothing has to know how many tokens other ranks have.
 
-The model is a whole one of transformers, on dp with zero0 to zero3. An engine that only looks forward (the reference
-policy) has no engine of ours inside, and the whole model on each rank.
+The model is one of transformers, on dp, cp, tp and ep with zero0 to zero3. The ranks of a cp or tp group are one data
+rank of verl's: it sends them the same sequences, each gets its part of these and the numbers of all of them, and all
+compute the same loss. An engine that only looks forward (the reference policy) has no engine of ours inside, and at
+zero3, too, all of what tp and ep leave of the model.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -27,17 +30,28 @@ from verl.workers.config.engine import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from isograd.comm import raw
-from isograd.comm.world import world_process_group
+from isograd.comm.world import process_group_of
+from isograd.core.contract import assemble, contract_of
 from isograd.core.loss_terms import Terms
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
+from isograd.hf import attach
+from isograd.hf.export import export_hf
 from isograd.hf.loading import recompute_blocks
 from isograd.integrations import verl_outputs
 from isograd.integrations.optimizer import full_parameters, load_state, save_state
+from isograd.integrations.shared_rows import cut_whole_model, cuts_model
 from isograd.integrations.world import mesh_for
 
 OURS, THEIRS = "isograd", "huggingface"  # in a checkpoint's folder
 PARTS = frozenset(("model", "optimizer", "extra"))  # of a checkpoint, in verl's words
+AXES = {  # a layout's words for those of verl's own engines
+    "ulysses_sequence_parallel_size": "cp{} ulysses",
+    "context_parallel_size": "cp{} ring",
+    "tensor_parallel_size": "tp{}",
+    "tensor_model_parallel_size": "tp{}",
+    "expert_parallel_size": "ep{}",
+}
 
 
 @dataclass
@@ -45,8 +59,13 @@ class EngineOptions(EngineConfig):  # type: ignore[misc]
     """verl's config of an engine, with a layout. Its `dtype` of autocast is not used: `model_dtype` is computed in."""
 
     strategy: str = "isograd"
-    layout: str | None = None  # of dp and zero
+    layout: str | None = None  # of dp, cp, tp, ep and zero
     model_dtype: str = "float32"
+    ulysses_sequence_parallel_size: int = 1  # this and the following: as the words of a layout (AXES)
+    context_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    tensor_model_parallel_size: int = 1
+    expert_parallel_size: int = 1
 
 
 @EngineRegistry.register(model_type="language_model", backend="isograd", device=["cuda", "cpu"])
@@ -62,7 +81,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
-        self.mesh = mesh_for(engine_config.layout)  # verl asks for ranks before it calls `initialize`
+        self.mesh = mesh_for(layout_of(engine_config), "dp cp tp ep")  # verl asks for ranks before `initialize`
         self._saved: list[Path] = []
         self._weighs, self._loss = False, 0.0  # of the last step: whether its loss had weights, and what it was
 
@@ -71,6 +90,10 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         self._refuse_options()
         module: Any = self.model()
         self.module = module.to(self.mesh.device)
+        cut_whole_model(self.module, self.mesh)
+        if self.mesh.size("cp") > 1 and not hasattr(self.module, "_isograd_attached"):
+            head = self.module.get_output_embeddings()  # a critic has none, and a loss of its own, which is not used
+            attach(self.module if head is not None else self.module.base_model, self.mesh)
         if getattr(self.model_config, "enable_gradient_checkpointing", False):
             recompute_blocks(self.module)
         if self.engine_config.forward_only:
@@ -173,7 +196,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
 
     def outputs(self, micro: Any) -> dict[str, Tensor]:
         """What the model says of a micro-batch, for the loss function."""
-        return verl_outputs.of_language(self.module, micro, self._refused)
+        return verl_outputs.of_language(self.module, micro, self.mesh, self._refused)
 
     # -- a step
 
@@ -192,7 +215,8 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         if not forward_only:
             self._training("a backward")
         tokens = self._tokens(data, counted=loss_function is not None)
-        tu.assign_non_tensor(data, sp_size=1, dp_size=self.mesh.size("dp"), batch_num_tokens=tokens)
+        sizes = {"sp_size": self.mesh.size("cp"), "dp_size": self.mesh.size("dp")}
+        tu.assign_non_tensor(data, **sizes, batch_num_tokens=tokens)
         keeps = forward_only or tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
         found: list[Terms] = []
         outputs = []
@@ -307,12 +331,12 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         return self.mesh.index("dp")
 
     def get_data_parallel_group(self) -> Any:
-        """torch's group of all ranks, over which verl averages losses and gathers metrics."""
-        return world_process_group()
+        """torch's group of the data ranks, over which verl averages losses and gathers metrics."""
+        return process_group_of(self.mesh.group("dp"))
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Whole models have outputs on every rank."""
-        return True
+        """Of a cp or tp group, whose ranks all have the same outputs, verl takes those of the first."""
+        return self.mesh.index("cp") == self.mesh.index("tp") == 0
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
         """Whole weights by the names of checkpoints, one after another; all ranks take all of them."""
@@ -325,8 +349,10 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         from verl.utils.model import convert_weight_keys
 
         with full_parameters(self.engine):
-            for name, value in convert_weight_keys(self.module.state_dict(), self.module).items():
-                yield name, value.detach().clone()
+            for name, value in convert_weight_keys(self.module.state_dict(keep_vars=True), self.module).items():
+                part, contract = value.detach(), contract_of(value)
+                cut = contract is not None and contract.shards
+                yield name, assemble(part, contract, self.mesh).contiguous() if cut else part.clone()
 
     def save_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, global_step: int = 0,
@@ -355,10 +381,16 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
     def _describe(self, place: Path) -> None:
         model = self.module
         with_weights = "hf_model" in (getattr(self.checkpoint_config, "save_contents", None) or ())
-        with full_parameters(self.engine) if with_weights else nullcontext():
+        exports = with_weights and cuts_model(self.mesh)
+        if exports:
+            if self.mesh.rank == 0:
+                shutil.rmtree(place, ignore_errors=True)
+            export_hf(self._training("an export"), place)
+        with full_parameters(self.engine) if with_weights and not exports else nullcontext():
             if self.mesh.rank != 0:
                 return
-            (model if with_weights else model.config).save_pretrained(place)
+            if not exports:
+                (model if with_weights else model.config).save_pretrained(place)
             for words in ("processor", "tokenizer"):
                 if (found := getattr(self.model_config, words, None)) is not None:
                     found.save_pretrained(place)
@@ -398,14 +430,14 @@ class IsogradValueEngine(IsogradEngine):
         from transformers import AutoModelForTokenClassification
 
         found = self._loaded(AutoModelForTokenClassification, num_labels=1, classifier_dropout=0.0)
-        group = self.mesh.group("dp")
+        group = self.mesh.group("world")
         for parameter in found.parameters():
             raw.broadcast_(parameter.data, group)
         return found
 
     def outputs(self, micro: Any) -> dict[str, Tensor]:
         """The values of a micro-batch."""
-        return verl_outputs.of_values(self.module, micro, self._refused)
+        return verl_outputs.of_values(self.module, micro, self.mesh, self._refused)
 
 
 class _Mode(BaseEngineCtx):  # type: ignore[misc]
@@ -420,6 +452,22 @@ class _Mode(BaseEngineCtx):  # type: ignore[misc]
         if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):
             self.engine.optimizer_zero_grad()
         super().__exit__(kind, error, at)
+
+
+def layout_of(options: EngineOptions) -> str:
+    """The layout of a config, with the axes that verl's own words name."""
+    layout = options.layout or ""
+    for name, words in AXES.items():
+        asked = words.format(size := int(getattr(options, name)))
+        if size == 1 or set(asked.split()) <= set(layout.split()):
+            continue
+        if re.search(rf"\b{words[:2]}\d", layout):
+            raise IntegrationError(
+                "IG872", f"{name} and layout do not say the same", seen=f"{name}={size}, layout={layout!r}",
+                expected=f"{asked!r} in the layout, or one of the two", fix=f"leave {name} out",
+            )  # fmt: skip
+        layout = f"{layout} {asked}"
+    return layout
 
 
 def _number(found: Any) -> float:
