@@ -80,8 +80,8 @@ def trained(folder: Path, models: dict[str, str], layout: str, then: str, micros
 
     from .verl_cpu import as_a_worker
 
-    critic_layout = layout.replace(" sp", "").replace(" tp2", "" if "cp2" in layout else " tp2")  # no score has these
-    found: dict[str, Any] = {"steps": [], "grads": []}
+    critic_layout = layout.replace(" sp", "").replace("cp2 ring tp2", "dp2 cp2 ring")  # a score has neither
+    found: dict[str, Any] = {"steps": {}, "grads": []}
     with as_a_worker(str(folder)), ForceFP64():
         for step in range(whole.STEPS):
             if step in (0, 2):
@@ -96,7 +96,7 @@ def trained(folder: Path, models: dict[str, str], layout: str, then: str, micros
             found["grads"].append(dict(seen))
             if first:
                 metrics = whole.said(output)
-                found["steps"].append((metrics["loss"], metrics["grad_norm"], metrics["lr"]))
+                found["steps"][step] = metrics["loss"], metrics["grad_norm"], metrics["lr"]
             if step == 1:
                 ours.save_checkpoint(str(folder / "two"), global_step=2)
         found["weights"] = {name: value.clone() for name, value in ours.engine.get_per_tensor_param()[0]}
@@ -106,7 +106,9 @@ def trained(folder: Path, models: dict[str, str], layout: str, then: str, micros
         critic.set_loss_fn(partial(value_loss, CriticConfig(strategy="isograd", ppo_micro_batch_size_per_gpu=1)))
         critic.train_batch(given(critic, 0))
         found["critic"], found["values"] = dict(seen), looked(critic, ("values",))
-        reference = whole.worker("language_model", models["language_model"], layout, forward_only=True, infer_micro_batch_size_per_gpu=1)
+        reference = whole.worker(
+            "language_model", models["language_model"], layout, forward_only=True, infer_micro_batch_size_per_gpu=1
+        )
         reference.engine.module.config._experts_implementation = "eager"
         found["reference"] = looked(reference, ("log_probs",))
     return found
@@ -123,11 +125,14 @@ def given(ours: Any, step: int, **settings: Any) -> Any:
     return whole.batch(step, data, SEQUENCES, **settings)
 
 
-def looked(ours: Any, names: tuple[str, ...]) -> dict[str, list[Tensor]] | None:
-    """What it says of the sequences of the first step; on the ranks that verl asks."""
+def looked(ours: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """What it says of the sequences of the first step, and which these are; on the ranks that verl asks."""
     output = ours.infer_batch(given(ours, 0, compute_loss=False))
     assert (output is not None) == ours.engine.is_mp_src_rank_with_outputs()
-    return None if output is None else {name: [row.clone() for row in output[name].unbind()] for name in names}
+    if output is None:
+        return {}
+    mine = slice(ours.engine.get_data_parallel_rank(), None, ours.engine.get_data_parallel_size())
+    return {"rows": mine} | {name: [row.clone() for row in output[name].unbind()] for name in names}
 
 
 def near(found: dict[str, Tensor], truth: dict[str, Tensor], case: object) -> float:
@@ -154,12 +159,14 @@ def near(found: dict[str, Tensor], truth: dict[str, Tensor], case: object) -> fl
 def test_verls_worker_has_the_gradients_of_one_device(
     worlds, tmp_path: Path, ranks: int, layout: str, then: str, micros: int, family: str
 ) -> None:
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
     models = saved(tmp_path, family)
     grads, steps = [], []
     with ForceFP64():
         policy, critic = loaded(models, "language_model"), loaded(models, "value_model")
         with torch.no_grad():
-            before = [whole.heads(policy(row["input_ids"][None]).logits[0], row) for row in whole.rows(0, SEQUENCES)]
+            before = says(policy)
         whole.true_value(critic, 0, SEQUENCES).backward()
 
         def loss(model: nn.Module, step: int) -> Tensor:
@@ -176,25 +183,86 @@ def test_verls_worker_has_the_gradients_of_one_device(
             rates.step()
             steps.append((value.item(), norm.item(), rates.get_last_lr()[0]))
         with torch.no_grad():
-            after = [whole.heads(policy(row["input_ids"][None]).logits[0], row) for row in whole.rows(0, SEQUENCES)]
-            values = [critic(row["input_ids"][None]).logits[0, :, 0] for row in whole.rows(0, SEQUENCES)]
+            after = says(policy)
+            values = {"values": [critic(row["input_ids"][None]).logits[0, :, 0] for row in whole.rows(0, SEQUENCES)]}
+    weights = dict(unfuse_moe_params(iter(policy.state_dict().items()), policy.config.model_type))
     (folder := tmp_path / "run").mkdir()
-    for found in worlds(ranks).run(trained, folder, models, layout, then, micros, family, timeout=280):
+    every = worlds(ranks).run(trained, folder, models, layout, then, micros, family, timeout=280)
+    for found in every:
         for step, truth in enumerate(grads):
             near(found["grads"][step], truth, step)
         near(found["critic"], {name: p.grad for name, p in critic.named_parameters()}, "critic")
-        for (first, *rest), (true, *others) in zip(found["steps"], steps, strict=bool(found["steps"])):
+        for step, (first, *rest) in found["steps"].items():
+            true, *others = steps[step]
             assert first == pytest.approx(true, rel=1e-6)  # which verl adds up in float32
             assert rest == pytest.approx(others, rel=1e-9)
-        for name, value in policy.state_dict().items():
+        assert found["weights"].keys() == weights.keys()
+        for name, value in weights.items():
             torch.testing.assert_close(found["weights"][name], value, rtol=1e-9, atol=1e-10, msg=name)
-        for said, truth in ((found["looked"], after), (found["reference"], before)):
-            for name, place in (("log_probs", 0), ("entropy", 1)) if said else ():
-                for row, pair in zip(said.get(name, ()), truth, strict=False):
-                    mine = row[-len(pair[place]) - 1 : -1]
-                    torch.testing.assert_close(mine, pair[place], rtol=1e-9, atol=1e-10, msg=name)
-        for row, truth in zip((found["values"] or {}).get("values", ()), values, strict=False):
-            torch.testing.assert_close(row, truth, rtol=1e-9, atol=1e-10)
+        for said, truth in ((found["looked"], after), (found["reference"], before), (found["values"], values)):
+            for name in said.keys() - {"rows"}:
+                for row, true in zip(said[name], truth[name][said["rows"]], strict=True):
+                    mine = row if name == "values" else row[-len(true) - 1 : -1]
+                    torch.testing.assert_close(mine, true, rtol=1e-9, atol=1e-10, msg=name)
+    assert len(every[0]["steps"]) == whole.STEPS
+    assert all(every[0][name] for name in ("looked", "reference", "values"))
+
+
+def says(policy: nn.Module) -> dict[str, list[Tensor]]:
+    """Log probabilities and entropies of responses."""
+    pairs = [whole.heads(policy(row["input_ids"][None]).logits[0], row) for row in whole.rows(0, SEQUENCES)]
+    return {"log_probs": [pair[0] for pair in pairs], "entropy": [pair[1] for pair in pairs]}
+
+
+def failing(folder: Path, models: dict[str, str], layout: str, fails: int, family: str) -> tuple[str, Any, float]:
+    """A loss with weights raises on one data rank behind a backward; the step is taken again. Its loss, for the logs."""
+    from .test_verl import weighed
+    from .verl_cpu import as_a_worker
+
+    calls: list[int] = []
+
+    def loss(**given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2 and ours.engine.get_data_parallel_rank() == fails:
+            raise ValueError("a bad row")
+        if said:
+            torch.distributed.all_reduce(one := torch.ones(()), group=given["dp_group"])
+            assert one == dp_of(layout)
+        return weighed(**given)
+
+    said = ""
+    with as_a_worker(str(folder)), ForceFP64():
+        ours, seen = worker("language_model", models, layout, 1, family)
+        ours.set_loss_fn(loss)
+        try:
+            ours.train_batch(given(ours, 0))
+        except (ValueError, IsogradError) as error:
+            said = str(error)
+        output = ours.train_batch(given(ours, 0, use_dynamic_bsz=True))
+        return said, seen, 0.0 if output is None else whole.said(output)["loss"]
+
+
+@pytest.mark.parametrize(
+    "ranks, layout, fails, family",
+    [(2, "cp2 ulysses zero1", 0, "gpt2"), (4, "dp2 tp2", 1, "llama"), (4, "dp2 tp2 zero3", 1, "llama")],
+)
+def test_a_loss_with_weights_that_fails_on_a_data_rank_drops_the_step(
+    worlds, tmp_path: Path, ranks: int, layout: str, fails: int, family: str
+) -> None:
+    models = saved(tmp_path, family)
+    with ForceFP64():
+        policy, total = loaded(models, "language_model"), torch.zeros((), dtype=torch.float64)
+        given = whole.rows(0, SEQUENCES)
+        for row in given:
+            logits = policy(row["input_ids"][None]).logits[0, :-1] / row["temperature"]
+            scores = logits.log_softmax(-1).gather(-1, row["input_ids"][1:, None])
+            total = total - (scores[:, 0] * row["loss_mask"][1:]).sum()
+        (mean := total / sum(int(row["loss_mask"].sum()) for row in given)).backward()
+    truth = {name: p.grad for name, p in policy.named_parameters()}
+    for rank, (said, seen, loss) in enumerate(worlds(ranks).run(failing, tmp_path, models, layout, fails, family)):
+        assert "a bad row" in said or "IG5" in said, (rank, said)
+        near(seen, truth, rank)
+        assert loss in (0.0, pytest.approx(mean.item(), rel=1e-6))
 
 
 def words(**options: Any) -> str:
