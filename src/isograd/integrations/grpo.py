@@ -6,18 +6,26 @@ the engine divides once. So a step's gradient is the one that GRPOTrainer has on
 whole step, however completions fall onto ranks and micro-batches.
 
 Completions are generated with whole parameters, by vLLM too: at ZeRO 3 all ranks gather the model for it, and shard it
-again. A run resumes between two generations, since a checkpoint has no completions, with the order of prompts that the
+again. Under tp the ranks of a group generate together, from one state of random numbers, and have the completions and
+the rewards of the first of them, which alone calls the reward functions. Under ep all ranks generate as long as one has
+to. A run resumes between two generations, since a checkpoint has no completions, with the order of prompts that the
 epoch would have had: TRL's own resume takes the first epoch's again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from math import lcm
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from isograd.comm.consensus import all_gather_object
+from isograd.integrations.shared_rows import cuts_model
 from isograd.integrations.trainers import EngineTrainerMixin
 
 OF_TOKENS = ("bnpo", "dapo", "cispo", "vespo")  # the mean over all completions' tokens
@@ -34,13 +42,41 @@ def has_grpo_loss(kind: type) -> bool:
 class EngineGRPOTrainerMixin(EngineTrainerMixin):
     """What `trainer` puts before GRPOTrainer."""
 
-    model_axes = "dp"
+    model_axes = "dp tp ep"
     divides_by_step = False  # its division by counts of the whole step is taken out below
     _sampler: Iterable[int] = ()  # of prompts
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        rows = self._completions
+        if self.args.generation_batch_size != rows:  # TRL has counted copies, too
+            self.args.generation_batch_size = rows
+            for name, kept in self._logs.items():
+                of_names = defaultdict(partial(deque, maxlen=rows))
+                self._logs[name] = of_names if isinstance(kept, defaultdict) else deque(maxlen=rows)
+        if self.mesh.size("ep") > 1:  # a rank whose completions have ended has experts for the others'
+            self.model.generate = partial(self.model.generate, synced_gpus=True)
+
+    @property
+    def _completions(self) -> int:
+        """Of a generation, on all data ranks."""
+        rows: int = self.args.per_device_train_batch_size * self.args.steps_per_generation * self.mesh.size("dp")
+        return rows
+
     def _reasons(self) -> dict[str, Any]:
-        args, kind = self.args, self.loss_type
+        args, kind, tp = self.args, self.loss_type, self.mesh.size("tp") > 1
+        checked, evaluated = self.num_generations_eval, args.per_device_eval_batch_size * self.mesh.size("dp")
         return super()._reasons() | {
+            f"num_generations={self.num_generations} of {self._completions} completions on the data ranks: "
+            "set steps_per_generation": self._completions % self.num_generations,
+            f"num_generations_eval={checked} of {evaluated} rows on the data ranks: set per_device_eval_batch_size": (
+                self.eval_dataset is not None and evaluated % checked
+            ),
+            "use_vllm with tp or ep, which gets whole weights: set it to False": args.use_vllm
+            and cuts_model(self.mesh),
+            "use_transformers_continuous_batching with tp or ep: set it to False": cuts_model(self.mesh)
+            and args.use_transformers_continuous_batching,
+            "tools or environments with tp, which each rank would call: leave tp out": tp and bool(self.tools),
             f"loss_type={kind!r}, whose mean is not known here": kind not in OF_TOKENS + OF_COMPLETIONS,
             "top_entropy_quantile: a threshold of each micro-batch": args.top_entropy_quantile < 1.0,
             "use_adaptive_entropy": args.use_adaptive_entropy,
@@ -83,9 +119,54 @@ class EngineGRPOTrainerMixin(EngineTrainerMixin):
             inputs = {**inputs, "num_items_in_batch": counted(inputs).sum() * times}
         return super().compute_loss(model, inputs, *args, **kwargs)
 
+    # -- a generation
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self._full_parameters():
-            return super()._generate_and_score_completions(inputs)
+        self._seed_alike()
+        with self._full_parameters(), self._gathers_of_data_ranks():
+            found = super()._generate_and_score_completions(inputs)
+        self._seed_alike()  # they are shuffled next, whatever a reward function has drawn on the first rank
+        return found
+
+    def _seed_alike(self) -> None:
+        """The ranks of a tp group go on from one state of random numbers."""
+        if self.mesh.size("tp") > 1:
+            torch.manual_seed(all_gather_object(int(torch.randint(1 << 62, ())), self.mesh, "tp")[0])
+
+    def _generate(self, prompts: Any) -> Any:
+        made = super()._generate(prompts)
+        if self.mesh.size("tp") == 1:
+            return made
+        return *all_gather_object(made[:5], self.mesh, "tp")[0], *made[5:]  # a rollout_func may have drawn by itself
+
+    def _calculate_rewards(self, *args: Any) -> Any:
+        if self.mesh.size("tp") == 1:
+            return super()._calculate_rewards(*args)
+        told = None
+        if self.mesh.index("tp") == 0:
+            rewards = super()._calculate_rewards(*args).tolist()
+            told = rewards, {n: [float(value) for value in values] for n, values in self._pending_metrics.items()}
+        rewards, metrics = all_gather_object(told, self.mesh, "tp")[0]
+        self._pending_metrics.update(metrics)
+        return torch.tensor(rewards, dtype=torch.float32, device=self.accelerator.device)
+
+    @contextmanager
+    def _gathers_of_data_ranks(self) -> Iterator[None]:
+        """The functions by which TRL gathers rewards, and rows for its log, give those of data ranks in here."""
+        from trl.trainer import grpo_trainer as module
+
+        gather, gather_object = module.gather, module.gather_object
+
+        def objects_of_data_ranks(values: Any) -> Any:
+            every = gather_object([values])
+            return [value for rank in self.mesh.layout.ranks("dp", 0) for value in every[rank]]
+
+        if self.mesh.size("tp") > 1:
+            module.gather, module.gather_object = self.accelerator.gather, objects_of_data_ranks
+        try:
+            yield
+        finally:
+            module.gather, module.gather_object = gather, gather_object
 
 
 def counted(inputs: Mapping[str, Any]) -> Tensor:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from isograd.comm import ops
@@ -24,11 +25,12 @@ from isograd.core.contract import contract_of
 from isograd.core.mesh import Mesh
 from isograd.engine.validation import pipeline_of
 from isograd.hf import attach, shard
-from isograd.hf.losses import KEYS
+from isograd.hf.losses import IGNORE, KEYS
 from isograd.integrations.shared_rows import cut_whole_model
 
-OF_LOG_PROBS, OF_SCORES = ("SFTTrainer", "DPOTrainer"), ("RewardTrainer",)  # what their losses are made of
+OF_LOG_PROBS, OF_SCORES = ("SFTTrainer", "DPOTrainer", "GRPOTrainer"), ("RewardTrainer",)  # of what losses are made
 OTHER_KEYS = ("use_cache", "fused_lm_head", "output_router_logits")  # of a forward, beside those of a batch
+FUSED = {"fused_lm_head": True}
 
 
 def has_shared_loss(kind: type, mesh: Mesh) -> bool:
@@ -46,7 +48,6 @@ class SharedLoss:
     def __init__(self, trainer: Any, mesh: Mesh) -> None:
         self.trainer, self.mesh = trainer, mesh
         self._copies = mesh.size("cp") * mesh.size("tp")  # of a row, in stages
-        trainer._tp_size = self._copies if mesh.size("pp") == 1 else 1  # TRL divides counts of tokens by it
         _give_forward(trainer.model, mesh)
         reference = getattr(trainer, "ref_model", None)
         if reference is not None:
@@ -107,21 +108,43 @@ def _give_forward(model: Any, mesh: Mesh) -> None:
 
     @functools.wraps(type(model).forward)  # `generate` reads its signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        rows = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
         if not fused_lm_head:
-            return given(*args, **kwargs)
+            return _in_equal_parts(given, rows, mesh)
         with _gathered_head(self, mesh):
-            if mesh.size("cp") == 1 and not mesh.layout.sp:
-                return given(*args, fused_lm_head=True, **kwargs)
-            options = {name: kwargs.pop(name) for name in OTHER_KEYS if name in kwargs}
-            part = shard(dict(zip(KEYS, args, strict=False)) | kwargs, mesh)
+            if mesh.size("cp") == 1:
+                return _in_equal_parts(given, rows | FUSED, mesh)
+            options = {name: rows.pop(name) for name in OTHER_KEYS if name in rows}
+            part = shard(rows, mesh)
             inputs = {name: value for name, value in part.inputs.items() if name not in ("labels", "use_cache")}
-            output = given(**inputs, **options, fused_lm_head=True)
+            output = given(**inputs, **options, **FUSED)
             for name, value in output.items():
                 if isinstance(value, Tensor) and value.dim() > 1:
                     output[name] = part.gather_sequence(value)[:, :-1]  # the last token has no label
             return output
 
     model.forward = MethodType(forward, model)
+
+
+def _in_equal_parts(run: Callable[..., Any], inputs: dict[str, Any], mesh: Mesh) -> Any:
+    """The forward of whole rows, padded at their end where sp has to divide them: training, and generation."""
+    tokens = inputs.get("input_ids")
+    pads = -tokens.shape[1] % mesh.size("tp") if mesh.layout.sp and tokens is not None else 0
+    if not pads:
+        return run(**inputs)
+    cache, seen = inputs.get("past_key_values"), tokens.shape[1]
+    seen += 0 if cache is None else cache.get_seq_length()
+    inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
+    for name in KEYS:
+        if inputs.get(name) is not None:
+            inputs[name] = F.pad(inputs[name], (0, pads), value=IGNORE if "labels" in name else 0)
+    output = run(**inputs)
+    if cache is not None:
+        cache.crop(seen)
+    for name, value in output.items():
+        if isinstance(value, Tensor) and value.dim() > 1:
+            output[name] = value[:, :-pads]
+    return output
 
 
 @contextmanager

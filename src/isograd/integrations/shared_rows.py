@@ -179,6 +179,23 @@ def prepare_data_loader(accelerator: Any, loader: Any, mesh: Mesh, device_placem
     return prepared
 
 
+def gather_by_data_rank(accelerator: Any, mesh: Mesh) -> None:
+    """What accelerate gathers, and this process's number in it, are those of data ranks: the others have copies."""
+    from accelerate.utils import recursively_apply
+
+    kind, group = type(accelerator), mesh.group("dp")
+
+    def whole(value: Tensor) -> Tensor:
+        rows = value if value.dim() else value[None]
+        return raw.all_gather(rows, group, [len(rows)] * group.size)
+
+    changed = {
+        "process_index": property(lambda _: group.index),
+        "gather": lambda _, tensor: recursively_apply(whole, tensor, error_on_other_type=True),
+    }
+    accelerator.__class__ = type(kind.__name__, (kind,), changed)
+
+
 def cuts_model(mesh: Mesh) -> bool:
     """Whether a rank has a part of the model alone, beside what ZeRO shards."""
     return mesh.size("tp") * mesh.size("ep") * mesh.size("pp") > 1

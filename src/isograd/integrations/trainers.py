@@ -44,6 +44,7 @@ from isograd.integrations.shared_rows import (
     cuts_model,
     evaluated,
     follow_cut,
+    gather_by_data_rank,
     prepare_data_loader,
     reasons_of_shared_rows,
 )
@@ -87,6 +88,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         self.accelerator.backward = self._backward
         if self._shares_rows:
             self.accelerator.prepare_data_loader = self._prepare_data_loader
+            gather_by_data_rank(self.accelerator, self.mesh)
         if self.mesh.size("cp") > 1 and not hasattr(self.model, "_isograd_attached"):  # ig.hf.load has attached its own
             attach(self.model, self.mesh)
         around = SharedLoss(self, self.mesh).in_stages if self.shares_loss else nullcontext
