@@ -132,15 +132,14 @@ def _in_equal_parts(run: Callable[..., Any], inputs: dict[str, Any], mesh: Mesh)
     pads = -tokens.shape[1] % mesh.size("tp") if mesh.layout.sp and tokens is not None else 0
     if not pads:
         return run(**inputs)
-    cache, seen = inputs.get("past_key_values"), tokens.shape[1]
-    seen += 0 if cache is None else cache.get_seq_length()
     inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
     for name in KEYS:
         if inputs.get(name) is not None:
             inputs[name] = F.pad(inputs[name], (0, pads), value=IGNORE if "labels" in name else 0)
     output = run(**inputs)
-    if cache is not None:
-        cache.crop(seen)
+    for name in ("cache", "past_key_values"):  # transformers names it so since 5.24, and before
+        if inputs.get(name) is not None:
+            inputs[name].crop(-pads)
     for name, value in output.items():
         if isinstance(value, Tensor) and value.dim() > 1:
             output[name] = value[:, :-pads]
