@@ -60,7 +60,7 @@ def rewards(completion_ids: list[list[int]], log_metric: Any, log_extra: Any, **
     """Whole numbers, which differ within a group whose completions are alike."""
     calls.append(len(completion_ids))
     torch.rand(len(calls) % 3)  # a reward function may draw
-    log_metric("longest", float(max(map(len, completion_ids))))
+    log_metric("length", sum(map(len, completion_ids)) / len(completion_ids))
     log_extra("length", [len(ids) for ids in completion_ids])
     return [float(sum(ids) % 7) - len(ids) + 2 * (place % OF_A_PROMPT) for place, ids in enumerate(completion_ids)]
 
@@ -153,7 +153,7 @@ AS_ONE_DEVICE = {
     "rewards/rewards/std",
 }
 AS_ONE_DEVICE |= {f"completions/{what}_length" for what in ("mean", "min", "max")} | {"completions/clipped_ratio"}
-OF_A_MICRO_BATCH = {"kl", "entropy", "clip_ratio/region_mean", "longest"}  # TRL logs the mean of those of micro-batches
+OF_A_MICRO_BATCH = {"kl", "entropy", "clip_ratio/region_mean", "length"}  # TRL logs the mean of those of micro-batches
 CASES = [
     (2, "tp2", 1, "llama", {"loss_type": "grpo", "beta": BETA}),
     (2, "tp2 sp zero3", 3, "llama", {"loss_type": "dapo", "temperature": 1.3}),
@@ -191,3 +191,60 @@ def test_grpo_has_the_gradients_of_one_device(
                 assert one[name] == pytest.approx(other[name], rel=1e-5), name
         if tp_index == 0:
             assert found["logs"] == truth["logs"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "then", "family"),
+    [
+        (2, "tp2 sp zero1", "dp2 zero3", "llama"),
+        (2, "dp2 zero2", "tp2", "llama"),
+        pytest.param(2, "dp2 ep2 zero1", "tp2 zero3", "qwen3_moe", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_under_another_layout(
+    worlds, tmp_path: Path, ranks: int, layout: str, then: str, family: str
+) -> None:
+    folder, options = saved(tmp_path / "first", family), {"loss_type": "grpo", "max_steps": 4}
+    options |= {"beta": BETA} if family == "llama" else {}  # a reference takes grouped products, which have no fp64
+    truth = trained(folder, family, None, 1, 12, options)
+    written = options | {"output_dir": str(tmp_path / "run"), "save_strategy": "steps", "save_steps": 2}
+    worlds(ranks).run(trained, folder, family, layout, 3, 12, written | {"max_steps": 2})
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    for found in worlds(ranks).run(trained, folder, family, then, 1, 12, written, checkpoint):
+        assert len(found["grads"]) == 2
+        for step, true in enumerate(truth["grads"][2:]):
+            near(found["grads"][step], true, step)
+
+
+def drawn(folder: str, layout: str, options: dict[str, Any]) -> Any:
+    """What ranks generate by torch's own random numbers, and their weights behind two steps; or a refusal."""
+    own = mock.patch.object(Draws, "__call__", lambda self, *given, **named: multinomial(*given, **named))
+    with own, mock.patch("trl.trainer.grpo_trainer.VLLMGeneration"):
+        try:
+            found = trained(folder, "llama", layout, 1, 12, options)
+        except ig.IsogradError as error:
+            return str(error)
+    return found["generated"], found["weights"]
+
+
+multinomial = torch.multinomial
+
+
+def test_ranks_of_a_tp_group_draw_the_same_completions(worlds, tmp_path: Path) -> None:
+    folder = saved(tmp_path, "llama")
+    (mine, _), (others, _) = worlds(2).run(drawn, folder, "tp2 sp", {"loss_type": "dapo", "temperature": 1.3})
+    assert mine == others and mine[0] != mine[1]
+    assert len({tuple(ids) for ids in mine[0]}) > len(mine[0]) // 2  # the two of a prompt differ
+
+
+def test_what_tp_and_ep_do_not_have_is_refused_by_name(worlds, tmp_path: Path) -> None:
+    folder = saved(tmp_path, "llama")
+    for layout, options, word in (
+        ("tp2", {"use_vllm": True, "vllm_mode": "colocate"}, "use_vllm"),
+        ("tp2", {"num_generations": 8}, "num_generations=8 of 12 completions on the data ranks: set steps_per_gen"),
+        ("tp2", {"per_device_eval_batch_size": 1}, "set per_device_eval_batch_size"),
+        ("cp2 ulysses", {}, "IG855"),
+        ("pp2", {}, "IG855"),
+    ):
+        for said in worlds(2).run(drawn, folder, layout, {"loss_type": "grpo"} | options):
+            assert word in said, said
