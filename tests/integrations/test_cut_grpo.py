@@ -1,5 +1,5 @@
-"""TRL's GRPOTrainer under tp and ep: its own loop, generation, rewards and advantages; gradients by name, in fp64, those
-of the stock trainer in one process, where a step is one micro-batch, and of a definition of their own.
+"""TRL's GRPOTrainer under tp and ep: its own loop, generation, rewards and advantages; gradients by name, in fp64,
+those of the stock trainer in one process, where a step is one micro-batch.
 
 Prompts and completions are of very different lengths, and a step has one or three micro-batches.
 """
@@ -39,7 +39,7 @@ def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
 
 
 def completion(prompt: str, place: int) -> list[int]:
-    number = len(prompt.split()) + int(prompt.split()[0][1:]) + 3 * (place % OF_A_PROMPT)
+    number = len(prompt.split()) + int(prompt.split(maxsplit=1)[0][1:]) + 3 * (place % OF_A_PROMPT)
     return [3 + (number * 5 + token) % (cut.VOCAB - 3) for token in range(1 + number * number % LONGEST)]
 
 

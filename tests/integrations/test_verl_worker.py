@@ -89,6 +89,7 @@ def worker(kind: str, model: str, layout: str, ready: bool = True, **more: Any) 
 
     options = import_module("isograd.integrations.verl").EngineOptions
     eager = {"attn_implementation": "eager"}
+    rows = {"micro_batch_size_per_gpu": 1, "infer_micro_batch_size_per_gpu": 2}
     looks, optim = more.get("forward_only", False), OPTIONS | more.pop("optim", {})
     made = TrainingWorker(
         TrainingWorkerConfig(
@@ -98,7 +99,7 @@ def worker(kind: str, model: str, layout: str, ready: bool = True, **more: Any) 
             ),
             engine_config=options(
                 layout=layout, model_dtype="float64", max_token_len_per_gpu=24, infer_max_token_len_per_gpu=24,
-                **{"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "infer_micro_batch_size_per_gpu": 2, **more},
+                **{"use_dynamic_bsz": False, **rows, **more},
             ),
             optimizer_config=None if looks else FSDPOptimizerConfig(**optim),
             checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"]),

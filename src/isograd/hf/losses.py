@@ -59,8 +59,8 @@ def library_of_model(model: Any, where: str) -> tuple[Any, str]:
     from transformers.models.auto import modeling_auto as auto
 
     library, loss = library_of(model.config, where)
-    of_rows, of_tokens = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-    scores = [mapping.get(type(model.config), None) for mapping in (of_rows, of_tokens)]
+    of_what = (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING)
+    scores: list[Any] = [mapping.get(type(model.config), None) for mapping in of_what]
     return (type(model), SCORE) if loss == CAUSAL and type(model) in scores else (library, loss)
 
 

@@ -45,38 +45,28 @@ class EngineGRPOTrainerMixin(EngineTrainerMixin):
     model_axes = "dp tp ep"
     divides_by_step = False  # its division by counts of the whole step is taken out below
     _sampler: Iterable[int] = ()  # of prompts
+    _logs: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        rows = self._completions
-        if self.args.generation_batch_size != rows:  # TRL has counted copies, too
-            self.args.generation_batch_size = rows
-            for name, kept in self._logs.items():
-                of_names = defaultdict(partial(deque, maxlen=rows))
-                self._logs[name] = of_names if isinstance(kept, defaultdict) else deque(maxlen=rows)
+        rows = self.args.generation_batch_size // self.mesh.size("tp")  # TRL has counted copies, too
+        self.args.generation_batch_size = rows
+        kept: Any = partial(deque, maxlen=rows)
+        self._logs = {n: defaultdict(kept) if isinstance(of, dict) else kept() for n, of in self._logs.items()}
         if self.mesh.size("ep") > 1:  # a rank whose completions have ended has experts for the others'
             self.model.generate = partial(self.model.generate, synced_gpus=True)
 
-    @property
-    def _completions(self) -> int:
-        """Of a generation, on all data ranks."""
-        rows: int = self.args.per_device_train_batch_size * self.args.steps_per_generation * self.mesh.size("dp")
-        return rows
-
     def _reasons(self) -> dict[str, Any]:
-        args, kind, tp = self.args, self.loss_type, self.mesh.size("tp") > 1
-        checked, evaluated = self.num_generations_eval, args.per_device_eval_batch_size * self.mesh.size("dp")
+        args, kind, n, of_eval = self.args, self.loss_type, self.num_generations, self.num_generations_eval
+        evaluated = 0 if self.eval_dataset is None else args.per_device_eval_batch_size * self.mesh.size("dp")
+        whole = args.use_vllm or args.use_transformers_continuous_batching
+        made = args.generation_batch_size // self.mesh.size("tp")
+        rows = f"{made} completions, {evaluated} of an evaluation, on the data ranks"
         return super()._reasons() | {
-            f"num_generations={self.num_generations} of {self._completions} completions on the data ranks: "
-            "set steps_per_generation": self._completions % self.num_generations,
-            f"num_generations_eval={checked} of {evaluated} rows on the data ranks: set per_device_eval_batch_size": (
-                self.eval_dataset is not None and evaluated % checked
-            ),
-            "use_vllm with tp or ep, which gets whole weights: set it to False": args.use_vllm
-            and cuts_model(self.mesh),
-            "use_transformers_continuous_batching with tp or ep: set it to False": cuts_model(self.mesh)
-            and args.use_transformers_continuous_batching,
-            "tools or environments with tp, which each rank would call: leave tp out": tp and bool(self.tools),
+            f"num_generations={n} of {rows}: set steps_per_generation": made % n,
+            f"num_generations_eval={of_eval} of {rows}: set per_device_eval_batch_size": evaluated % of_eval,
+            "use_vllm or continuous batching with tp or ep: set it to False": whole and cuts_model(self.mesh),
+            "tools or environments with tp: leave tp out": self.mesh.size("tp") > 1 and bool(self.tools),
             f"loss_type={kind!r}, whose mean is not known here": kind not in OF_TOKENS + OF_COMPLETIONS,
             "top_entropy_quantile: a threshold of each micro-batch": args.top_entropy_quantile < 1.0,
             "use_adaptive_entropy": args.use_adaptive_entropy,
@@ -119,19 +109,9 @@ class EngineGRPOTrainerMixin(EngineTrainerMixin):
             inputs = {**inputs, "num_items_in_batch": counted(inputs).sum() * times}
         return super().compute_loss(model, inputs, *args, **kwargs)
 
-    # -- a generation
-
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        self._seed_alike()
-        with self._full_parameters(), self._gathers_of_data_ranks():
-            found = super()._generate_and_score_completions(inputs)
-        self._seed_alike()  # they are shuffled next, whatever a reward function has drawn on the first rank
-        return found
-
-    def _seed_alike(self) -> None:
-        """The ranks of a tp group go on from one state of random numbers."""
-        if self.mesh.size("tp") > 1:
-            torch.manual_seed(all_gather_object(int(torch.randint(1 << 62, ())), self.mesh, "tp")[0])
+        with self._full_parameters(), self._as_data_ranks():
+            return super()._generate_and_score_completions(inputs)
 
     def _generate(self, prompts: Any) -> Any:
         made = super()._generate(prompts)
@@ -142,31 +122,33 @@ class EngineGRPOTrainerMixin(EngineTrainerMixin):
     def _calculate_rewards(self, *args: Any) -> Any:
         if self.mesh.size("tp") == 1:
             return super()._calculate_rewards(*args)
-        told = None
-        if self.mesh.index("tp") == 0:
-            rewards = super()._calculate_rewards(*args).tolist()
-            told = rewards, {n: [float(value) for value in values] for n, values in self._pending_metrics.items()}
-        rewards, metrics = all_gather_object(told, self.mesh, "tp")[0]
+        rewards = super()._calculate_rewards(*args).tolist() if self.mesh.index("tp") == 0 else []
+        metrics = {name: [float(value) for value in values] for name, values in self._pending_metrics.items()}
+        rewards, metrics = all_gather_object((rewards, metrics), self.mesh, "tp")[0]
         self._pending_metrics.update(metrics)
         return torch.tensor(rewards, dtype=torch.float32, device=self.accelerator.device)
 
     @contextmanager
-    def _gathers_of_data_ranks(self) -> Iterator[None]:
-        """The functions by which TRL gathers rewards, and rows for its log, give those of data ranks in here."""
+    def _as_data_ranks(self) -> Iterator[None]:
+        """The ranks of a tp group generate, and then shuffle, from one state of random numbers each, whatever a reward
+        function has drawn on the first of them; what TRL gathers of rewards, and for its log, is of data ranks."""
         from trl.trainer import grpo_trainer as module
 
-        gather, gather_object = module.gather, module.gather_object
-
-        def objects_of_data_ranks(values: Any) -> Any:
-            every = gather_object([values])
-            return [value for rank in self.mesh.layout.ranks("dp", 0) for value in every[rank]]
-
-        if self.mesh.size("tp") > 1:
-            module.gather, module.gather_object = self.accelerator.gather, objects_of_data_ranks
+        if self.mesh.size("tp") == 1:
+            yield
+            return
+        gather, gather_object, ranks = module.gather, module.gather_object, self.mesh.layout.ranks("dp", 0)
+        first, second = all_gather_object(torch.randint(1 << 62, (2,)).tolist(), self.mesh, "tp")[0]
+        module.gather = self.accelerator.gather
+        module.gather_object = lambda own: [
+            v for every in [gather_object([own])] for rank in ranks for v in every[rank]
+        ]
+        torch.manual_seed(first)
         try:
             yield
         finally:
             module.gather, module.gather_object = gather, gather_object
+        torch.manual_seed(second)
 
 
 def counted(inputs: Mapping[str, Any]) -> Tensor:

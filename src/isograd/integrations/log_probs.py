@@ -24,7 +24,7 @@ from isograd.comm.consensus import all_gather_object
 from isograd.core.contract import contract_of
 from isograd.core.mesh import Mesh
 from isograd.engine.validation import pipeline_of
-from isograd.hf import attach, shard
+from isograd.hf import shard
 from isograd.hf.losses import IGNORE, KEYS
 from isograd.integrations.shared_rows import cut_whole_model
 
@@ -52,8 +52,6 @@ class SharedLoss:
         reference = getattr(trainer, "ref_model", None)
         if reference is not None:
             cut_whole_model(reference, mesh, prove=False)
-            if mesh.size("cp") > 1 and not hasattr(reference, "_isograd_attached"):  # under pp it is
-                attach(reference, mesh)
             _give_forward(reference, mesh)
         if mesh.size("pp") > 1:
             _in_stages(trainer.model, self._loss)
@@ -132,14 +130,12 @@ def _in_equal_parts(run: Callable[..., Any], inputs: dict[str, Any], mesh: Mesh)
     pads = -tokens.shape[1] % mesh.size("tp") if mesh.layout.sp and tokens is not None else 0
     if not pads:
         return run(**inputs)
-    inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
-    for name in KEYS:
-        if inputs.get(name) is not None:
-            inputs[name] = F.pad(inputs[name], (0, pads), value=IGNORE if "labels" in name else 0)
-    output = run(**inputs)
-    for name in ("cache", "past_key_values"):  # transformers names it so since 5.24, and before
-        if inputs.get(name) is not None:
-            inputs[name].crop(-pads)
+    given = {name: value for name, value in inputs.items() if value is not None and name != "logits_to_keep"}
+    for name in given.keys() & KEYS:
+        given[name] = F.pad(given[name], (0, pads), value=IGNORE if "labels" in name else 0)
+    output = run(**given)
+    for name in given.keys() & {"cache", "past_key_values"}:  # as transformers names it since 5.24, and before
+        given[name].crop(-pads)
     for name, value in output.items():
         if isinstance(value, Tensor) and value.dim() > 1:
             output[name] = value[:, :-pads]

@@ -16,7 +16,6 @@ zero3, too, all of what tp and ep leave of the model.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -45,12 +44,12 @@ from isograd.integrations.world import mesh_for
 
 OURS, THEIRS = "isograd", "huggingface"  # in a checkpoint's folder
 PARTS = frozenset(("model", "optimizer", "extra"))  # of a checkpoint, in verl's words
+OF_COSINE = {"min_lr_ratio": None, "num_cycles": 0.5, "zero_indexed_step": True}  # verl's defaults
+NOT_HERE = ("external_lib", "enable_activation_offload", "use_liger", "trust_remote_code")  # of a model's config
 AXES = {  # a layout's words for those of verl's own engines
     "ulysses_sequence_parallel_size": "cp{} ulysses",
-    "context_parallel_size": "cp{} ring",
     "tensor_parallel_size": "tp{}",
     "tensor_model_parallel_size": "tp{}",
-    "expert_parallel_size": "ep{}",
 }
 
 
@@ -62,10 +61,8 @@ class EngineOptions(EngineConfig):  # type: ignore[misc]
     layout: str | None = None  # of dp, cp, tp, ep and zero
     model_dtype: str = "float32"
     ulysses_sequence_parallel_size: int = 1  # this and the following: as the words of a layout (AXES)
-    context_parallel_size: int = 1
     tensor_parallel_size: int = 1
     tensor_model_parallel_size: int = 1
-    expert_parallel_size: int = 1
 
 
 @EngineRegistry.register(model_type="language_model", backend="isograd", device=["cuda", "cpu"])
@@ -75,6 +72,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
     is_param_offload_enabled = False
     is_optimizer_offload_enabled = False
     engine: Engine | None = None  # none where only forward is asked for
+    outputs = staticmethod(verl_outputs.of_language)  # what the model says of a micro-batch, for the loss function
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         super().__init__()
@@ -91,9 +89,6 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         module: Any = self.model()
         self.module = module.to(self.mesh.device)
         cut_whole_model(self.module, self.mesh)
-        if self.mesh.size("cp") > 1 and not hasattr(self.module, "_isograd_attached"):
-            head = self.module.get_output_embeddings()  # a critic has none, and a loss of its own, which is not used
-            attach(self.module if head is not None else self.module.base_model, self.mesh)
         if getattr(self.model_config, "enable_gradient_checkpointing", False):
             recompute_blocks(self.module)
         if self.engine_config.forward_only:
@@ -130,15 +125,11 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
             raise self._refused("an engine without an optimizer that is not forward_only", "optimizer_config=None")
         loads = set(said(self.checkpoint_config, "load_contents") or PARTS)
         wrong = {
-            "param_offload": given.param_offload,
-            "optimizer_offload": given.optimizer_offload,
+            **{name: said(given, name) for name in ("param_offload", "optimizer_offload")},
+            **{name: said(model, name) for name in NOT_HERE},
             "LoRA (lora_rank, lora_adapter_path)": said(model, "lora_rank", 0) or said(model, "lora_adapter_path"),
             "LoRA (lora.rank)": (said(model, "lora") or {}).get("rank", 0),
             "multi-token prediction (mtp)": said(said(model, "mtp"), "enable", False),
-            "external_lib": said(model, "external_lib"),
-            "enable_activation_offload": said(model, "enable_activation_offload", False),
-            "use_liger": said(model, "use_liger", False),
-            "trust_remote_code": said(model, "trust_remote_code", False),
             "tiled_mlp": (said(model, "tiled_mlp") or {}).get("enabled", False),
             "router_replay": said(said(given, "router_replay"), "mode", "disabled") != "disabled",
             f"load_contents {sorted(loads)}": not loads >= PARTS,
@@ -161,17 +152,13 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         warmup = int(getattr(options, "lr_warmup_steps", None) or -1)
         if warmup <= 0:
             warmup = int(getattr(options, "lr_warmup_steps_ratio", 0.0) * steps)
-        if getattr(options, "lr_scheduler_type", "constant") == "constant":
-            constant: torch.optim.lr_scheduler.LambdaLR = theirs.get_constant_schedule_with_warmup(
-                optimizer, num_warmup_steps=warmup
-            )
-            return constant
-        cosine: torch.optim.lr_scheduler.LambdaLR = theirs.get_cosine_schedule_with_warmup(
-            optimizer, num_warmup_steps=warmup, num_training_steps=steps,
-            min_lr_ratio=getattr(options, "min_lr_ratio", None), num_cycles=getattr(options, "num_cycles", 0.5),
-            zero_indexed_step=getattr(options, "zero_indexed_step", True),
-        )  # fmt: skip
-        return cosine
+        make, more = theirs.get_constant_schedule_with_warmup, {}
+        if getattr(options, "lr_scheduler_type", "constant") == "cosine":
+            make = theirs.get_cosine_schedule_with_warmup
+            more = {name: getattr(options, name, default) for name, default in OF_COSINE.items()}
+            more["num_training_steps"] = steps
+        found: torch.optim.lr_scheduler.LambdaLR = make(optimizer, num_warmup_steps=warmup, **more)
+        return found
 
     def model(self) -> nn.Module:
         """The model of transformers in `model_config.local_path`, with the changes of its `override_config`."""
@@ -193,10 +180,6 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         kept = torch.float64 if dtype == "float64" else PrecisionType.to_dtype(dtype)
         found: nn.Module = kind.from_pretrained(given.local_path, config=config, dtype=kept, **attention)
         return found
-
-    def outputs(self, micro: Any) -> dict[str, Tensor]:
-        """What the model says of a micro-batch, for the loss function."""
-        return verl_outputs.of_language(self.module, micro, self.mesh, self._refused)
 
     # -- a step
 
@@ -270,7 +253,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
     ) -> tuple[Any, dict[str, Any]]:
         """(the loss of a micro-batch, what verl keeps of it)."""
         micro = micro.to(self.mesh.device)
-        made = self.outputs(micro)
+        made = self.outputs(self.module, micro, self.mesh, self._refused)
         kept = {name: value.detach() for name, value in made.items()}
         if loss_function is None:
             if not forward_only:
@@ -350,9 +333,8 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
 
         with full_parameters(self.engine):
             for name, value in convert_weight_keys(self.module.state_dict(keep_vars=True), self.module).items():
-                part, contract = value.detach(), contract_of(value)
-                cut = contract is not None and contract.shards
-                yield name, assemble(part, contract, self.mesh).contiguous() if cut else part.clone()
+                part, contract = value.detach().clone(), contract_of(value)
+                yield name, part if contract is None else assemble(part, contract, self.mesh).contiguous()
 
     def save_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, global_step: int = 0,
@@ -381,15 +363,15 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
     def _describe(self, place: Path) -> None:
         model = self.module
         with_weights = "hf_model" in (getattr(self.checkpoint_config, "save_contents", None) or ())
-        exports = with_weights and cuts_model(self.mesh)
-        if exports:
+        if with_weights and cuts_model(self.mesh):
             if self.mesh.rank == 0:
                 shutil.rmtree(place, ignore_errors=True)
             export_hf(self._training("an export"), place)
-        with full_parameters(self.engine) if with_weights and not exports else nullcontext():
+            model, with_weights = None, False
+        with full_parameters(self.engine) if with_weights else nullcontext():
             if self.mesh.rank != 0:
                 return
-            if not exports:
+            if model is not None:
                 (model if with_weights else model.config).save_pretrained(place)
             for words in ("processor", "tokenizer"):
                 if (found := getattr(self.model_config, words, None)) is not None:
@@ -425,19 +407,19 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
 class IsogradValueEngine(IsogradEngine):
     """A critic: one number at each token, of transformers' models for token classification."""
 
-    def model(self) -> nn.Module:
+    outputs = staticmethod(verl_outputs.of_values)
+
+    def model(self) -> Any:
         """Its dropout is off, as in verl. A head that the folder lacks is drawn, and rank 0's is everyone's."""
         from transformers import AutoModelForTokenClassification
 
-        found = self._loaded(AutoModelForTokenClassification, num_labels=1, classifier_dropout=0.0)
+        found: Any = self._loaded(AutoModelForTokenClassification, num_labels=1, classifier_dropout=0.0)
         group = self.mesh.group("world")
         for parameter in found.parameters():
             raw.broadcast_(parameter.data, group)
+        if self.mesh.size("cp") > 1:  # without its head, whose own loss is not used, and is not of cut sequences
+            found._isograd_attached = attach(found.base_model, self.mesh)._isograd_attached
         return found
-
-    def outputs(self, micro: Any) -> dict[str, Tensor]:
-        """The values of a micro-batch."""
-        return verl_outputs.of_values(self.module, micro, self.mesh, self._refused)
 
 
 class _Mode(BaseEngineCtx):  # type: ignore[misc]
@@ -455,19 +437,11 @@ class _Mode(BaseEngineCtx):  # type: ignore[misc]
 
 
 def layout_of(options: EngineOptions) -> str:
-    """The layout of a config, with the axes that verl's own words name."""
-    layout = options.layout or ""
-    for name, words in AXES.items():
-        asked = words.format(size := int(getattr(options, name)))
-        if size == 1 or set(asked.split()) <= set(layout.split()):
-            continue
-        if re.search(rf"\b{words[:2]}\d", layout):
-            raise IntegrationError(
-                "IG872", f"{name} and layout do not say the same", seen=f"{name}={size}, layout={layout!r}",
-                expected=f"{asked!r} in the layout, or one of the two", fix=f"leave {name} out",
-            )  # fmt: skip
-        layout = f"{layout} {asked}"
-    return layout
+    """The layout of a config, with the axes that verl's own words name; one that is named twice is refused (IG101)."""
+    sizes = [(words, int(getattr(options, name))) for name, words in AXES.items()]
+    asked = " ".join(words.format(size) for words, size in sizes if size > 1).split()
+    named = (options.layout or "").split()
+    return " ".join([*named, *(word for word in dict.fromkeys(asked) if word not in named)])
 
 
 def _number(found: Any) -> float:

@@ -27,11 +27,6 @@ class VerlRows(NamedTuple):
     offsets: Tensor  # [rows + 1]: of the nested ones
     part: BatchPart | None  # of this rank, where sequences are cut
 
-    def following(self) -> Tensor:
-        """[rows, here]: the token after each one that the model is given."""
-        after = self.tokens.roll(-1, 1)
-        return after if self.part is None else self.part.cut.places.shard(after, self.part.cut.mesh.index("cp"))
-
     def nested(self, values: Tensor) -> Tensor:
         """Values [rows, here] of whole sequences, without the padding."""
         whole = values if self.part is None else self.part.gather_sequence(values)
@@ -69,7 +64,9 @@ def of_language(module: nn.Module, micro: Any, mesh: Mesh, refused: Refused) -> 
     rows, logits = run(module, micro, mesh, refused)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = torch.log_softmax(logits / _temperature(micro, rows, refused), -1)
-    found = {"log_probs": scores.gather(-1, rows.following()[..., None])[..., 0]}
+    after, part = rows.tokens.roll(-1, 1), rows.part
+    after = after if part is None else part.cut.places.shard(after, mesh.index("cp"))
+    found = {"log_probs": scores.gather(-1, after[..., None])[..., 0]}
     if asked("calculate_entropy"):
         found["entropy"] = -(scores.exp() * scores).sum(-1)
     if asked("calculate_sum_pi_squared"):
