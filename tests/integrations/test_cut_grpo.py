@@ -241,7 +241,7 @@ def test_what_tp_and_ep_do_not_have_is_refused_by_name(worlds, tmp_path: Path) -
     folder = saved(tmp_path, "llama")
     for layout, options, word in (
         ("tp2", {"use_vllm": True, "vllm_mode": "colocate"}, "use_vllm"),
-        ("tp2", {"num_generations": 8}, "num_generations=8 of 12 completions on the data ranks: set steps_per_gen"),
+        ("tp2", {"num_generations": 8}, "num_generations=8 of 12 on the data ranks: set steps_per_generation"),
         ("tp2", {"per_device_eval_batch_size": 1}, "set per_device_eval_batch_size"),
         ("cp2 ulysses", {}, "IG855"),
         ("pp2", {}, "IG855"),

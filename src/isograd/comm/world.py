@@ -78,8 +78,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def process_group_of(group: Group | None = None) -> Any:
-    """torch's own group of these ranks, or of all, for a library whose loop asks for one; None where no world was
-    joined."""
+    """torch's own group of these ranks, or of all, for a library that asks for one; None where no world was joined."""
     if group is None or not dist.is_initialized():
         return dist.group.WORLD if dist.is_initialized() else None
     key = group.purpose, group.ranks

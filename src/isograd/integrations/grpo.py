@@ -61,10 +61,9 @@ class EngineGRPOTrainerMixin(EngineTrainerMixin):
         evaluated = 0 if self.eval_dataset is None else args.per_device_eval_batch_size * self.mesh.size("dp")
         whole = args.use_vllm or args.use_transformers_continuous_batching
         made = args.generation_batch_size // self.mesh.size("tp")
-        rows = f"{made} completions, {evaluated} of an evaluation, on the data ranks"
         return super()._reasons() | {
-            f"num_generations={n} of {rows}: set steps_per_generation": made % n,
-            f"num_generations_eval={of_eval} of {rows}: set per_device_eval_batch_size": evaluated % of_eval,
+            f"num_generations={n} of {made} on the data ranks: set steps_per_generation": made % n,
+            f"num_generations_eval={of_eval} of {evaluated}: set per_device_eval_batch_size": evaluated % of_eval,
             "use_vllm or continuous batching with tp or ep: set it to False": whole and cuts_model(self.mesh),
             "tools or environments with tp: leave tp out": self.mesh.size("tp") > 1 and bool(self.tools),
             f"loss_type={kind!r}, whose mean is not known here": kind not in OF_TOKENS + OF_COMPLETIONS,
@@ -115,13 +114,9 @@ class EngineGRPOTrainerMixin(EngineTrainerMixin):
 
     def _generate(self, prompts: Any) -> Any:
         made = super()._generate(prompts)
-        if self.mesh.size("tp") == 1:
-            return made
         return *all_gather_object(made[:5], self.mesh, "tp")[0], *made[5:]  # a rollout_func may have drawn by itself
 
     def _calculate_rewards(self, *args: Any) -> Any:
-        if self.mesh.size("tp") == 1:
-            return super()._calculate_rewards(*args)
         rewards = super()._calculate_rewards(*args).tolist() if self.mesh.index("tp") == 0 else []
         metrics = {name: [float(value) for value in values] for name, values in self._pending_metrics.items()}
         rewards, metrics = all_gather_object((rewards, metrics), self.mesh, "tp")[0]
@@ -140,9 +135,7 @@ class EngineGRPOTrainerMixin(EngineTrainerMixin):
         gather, gather_object, ranks = module.gather, module.gather_object, self.mesh.layout.ranks("dp", 0)
         first, second = all_gather_object(torch.randint(1 << 62, (2,)).tolist(), self.mesh, "tp")[0]
         module.gather = self.accelerator.gather
-        module.gather_object = lambda own: [
-            v for every in [gather_object([own])] for rank in ranks for v in every[rank]
-        ]
+        module.gather_object = lambda own: [v for all_ in [gather_object([own])] for rank in ranks for v in all_[rank]]
         torch.manual_seed(first)
         try:
             yield

@@ -198,8 +198,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         if not forward_only:
             self._training("a backward")
         tokens = self._tokens(data, counted=loss_function is not None)
-        sizes = {"sp_size": self.mesh.size("cp"), "dp_size": self.mesh.size("dp")}
-        tu.assign_non_tensor(data, **sizes, batch_num_tokens=tokens)
+        tu.assign_non_tensor(data, sp_size=self.mesh.size("cp"), dp_size=self.mesh.size("dp"), batch_num_tokens=tokens)
         keeps = forward_only or tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
         found: list[Terms] = []
         outputs = []
@@ -423,9 +422,6 @@ class IsogradValueEngine(IsogradEngine):
 
 
 class _Mode(BaseEngineCtx):  # type: ignore[misc]
-    def __init__(self, engine: IsogradEngine, mode: str, **kwargs: Any) -> None:
-        super().__init__(engine, mode, **kwargs)
-
     def __enter__(self) -> None:
         super().__enter__()
         self.engine.module.train(self.mode == "train")

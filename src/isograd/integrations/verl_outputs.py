@@ -36,9 +36,8 @@ class VerlRows(NamedTuple):
 def run(module: nn.Module, micro: Any, mesh: Mesh, refused: Refused) -> tuple[VerlRows, Tensor]:
     """The sequences of a micro-batch, and what the model says at each token that it is given: [rows, here, ...]."""
     inputs = micro["input_ids"]
-    lengths = inputs.offsets().diff()
     tokens = torch.nn.utils.rnn.pad_sequence(list(inputs.unbind()), batch_first=True)
-    there = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    there = torch.arange(tokens.shape[1], device=tokens.device) < inputs.offsets().diff()[:, None]
     if len(micro.get("multi_modal_inputs", None) or ()):
         raise refused("a batch with images, sound or video", "multi_modal_inputs")
     given = {"input_ids": tokens, "attention_mask": there.long()}
