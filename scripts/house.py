@@ -61,10 +61,10 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_785,
-    "isograd-verify, lines": 18_818,
-    "comm + engine, lines": 9_327,
-    "arrows between packages": 132,
+    "isograd, lines": 52_241,
+    "isograd-verify, lines": 18_998,
+    "comm + engine, lines": 9_338,
+    "arrows between packages": 133,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,

@@ -20,6 +20,7 @@ VOCAB, SEQUENCES, STEPS, COUNTED = 41, 8, 3, "response_mask"
 PROMPTS, RESPONSES = [2, 4, 1, 3, 5, 2, 1, 3], [1, 9, 3, 7, 2, 11, 6, 1]
 OPTIONS = {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip_grad": 0.3, "lr_warmup_steps": 2}
 ENTROPY, KL = 0.02, 0.05
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")  # of a mean, in each step
 
 
 def saved(folder: Path, kind: str) -> str:
@@ -35,11 +36,11 @@ def saved(folder: Path, kind: str) -> str:
     return str(folder / kind)
 
 
-def rows(step: int) -> list[dict[str, Tensor]]:
+def rows(step: int, count: int = SEQUENCES) -> list[dict[str, Tensor]]:
     """The sequences of a step; of one nothing counts, and of others only some tokens."""
     draw = torch.Generator().manual_seed(step)
     found = []
-    for number, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+    for number, (prompt, response) in enumerate(zip(PROMPTS[:count], RESPONSES[:count], strict=True)):
         mask = (torch.rand(response, generator=draw) < 0.7).long() * int(number != 2)
         numbers = torch.randn(6, response, generator=draw, dtype=torch.float64)
         found.append({
@@ -51,13 +52,13 @@ def rows(step: int) -> list[dict[str, Tensor]]:
     return found
 
 
-def batch(step: int, **settings: Any) -> Any:
-    """This rank's sequences, as verl's trainer sends them."""
+def batch(step: int, data: tuple[int, int] | None = None, count: int = SEQUENCES, **settings: Any) -> Any:
+    """This data rank's sequences, as verl's trainer sends them."""
     from verl.utils import tensordict_utils as tu
 
-    rank, ranks = world.world()
-    mine = rows(step)[rank::ranks]
-    prompts = PROMPTS[rank::ranks]
+    rank, ranks = data or world.world()
+    mine = rows(step, count)[rank::ranks]
+    prompts = PROMPTS[:count][rank::ranks]
 
     def nested(parts: list[Tensor]) -> Tensor:
         return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
@@ -68,7 +69,7 @@ def batch(step: int, **settings: Any) -> Any:
     tensors["position_ids"] = nested([torch.arange(len(row["input_ids"])) for row in mine])
     tensors["temperature"] = torch.stack([row["temperature"] for row in mine])
     return tu.get_tensordict(
-        tensors, {"global_batch_size": SEQUENCES, "calculate_entropy": True, "update_lr_scheduler": True, **settings}
+        tensors, {"global_batch_size": count, "calculate_entropy": True, "update_lr_scheduler": True, **settings}
     )
 
 
@@ -88,6 +89,7 @@ def worker(kind: str, model: str, layout: str, ready: bool = True, **more: Any) 
 
     options = import_module("isograd.integrations.verl").EngineOptions
     eager = {"attn_implementation": "eager"}
+    rows = {"micro_batch_size_per_gpu": 1, "infer_micro_batch_size_per_gpu": 2}
     looks, optim = more.get("forward_only", False), OPTIONS | more.pop("optim", {})
     made = TrainingWorker(
         TrainingWorkerConfig(
@@ -96,8 +98,8 @@ def worker(kind: str, model: str, layout: str, ready: bool = True, **more: Any) 
                 path=model, load_tokenizer=False, override_config=eager, **more.pop("changes", {})
             ),
             engine_config=options(
-                layout=layout, model_dtype="float64", micro_batch_size_per_gpu=1, infer_micro_batch_size_per_gpu=2,
-                max_token_len_per_gpu=24, infer_max_token_len_per_gpu=24, **{"use_dynamic_bsz": False, **more},
+                layout=layout, model_dtype="float64", max_token_len_per_gpu=24, infer_max_token_len_per_gpu=24,
+                **{"use_dynamic_bsz": False, **rows, **more},
             ),
             optimizer_config=None if looks else FSDPOptimizerConfig(**optim),
             checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"]),
@@ -126,9 +128,7 @@ def policy(folder: Path, model: str, layout: str, then: str) -> dict[str, Any]:
                 "language_model", model, then, use_dynamic_bsz=True, changes={"enable_gradient_checkpointing": False}
             )
             ours.load_checkpoint(str(folder / "global_step_2"))
-        ours.set_loss_fn(
-            partial(ppo_loss, config=actor(("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")[step]))
-        )
+        ours.set_loss_fn(partial(ppo_loss, config=actor(MODES[step])))
         metrics = said(ours.train_batch(batch(step)))
         seen.append((metrics["loss"], metrics["grad_norm"], metrics["lr"]))
     looked = ours.infer_batch(batch(0, compute_loss=False, calculate_sum_pi_squared=True))
@@ -205,9 +205,9 @@ def heads(logits: Tensor, row: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return scores[at].gather(-1, row["input_ids"][-response:, None])[:, 0], -(scores.exp() * scores).sum(-1)[at]
 
 
-def true_policy(model: nn.Module, step: int) -> Tensor:
+def true_policy(model: nn.Module, step: int, sequences: int = SEQUENCES) -> Tensor:
     """PPO's loss with an entropy bonus and a KL, each token counted as the mode says."""
-    mode, given = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")[step], rows(step)
+    mode, given = MODES[step], rows(step, sequences)
     tokens = sum(int(row[COUNTED].sum()) for row in given)
     total = torch.zeros((), dtype=torch.float64)
     for row in given:
@@ -219,13 +219,13 @@ def true_policy(model: nn.Module, step: int) -> Tensor:
                 loss = torch.stack((loss, -3.0 * a)).min()
             apart = row["ref_log_prob"][i] - logp[i]
             loss = loss - ENTROPY * entropy[i] + KL * (apart.exp() - apart - 1).clamp(max=10)
-            count = {"token-mean": tokens, "seq-mean-token-mean": SEQUENCES * float(row[COUNTED].sum())}
-            total = total + loss / count.get(mode, SEQUENCES)
+            count = {"token-mean": tokens, "seq-mean-token-mean": sequences * float(row[COUNTED].sum())}
+            total = total + loss / count.get(mode, sequences)
     return total
 
 
-def true_value(model: nn.Module, step: int) -> Tensor:
-    given, total = rows(step), torch.zeros((), dtype=torch.float64)
+def true_value(model: nn.Module, step: int, sequences: int = SEQUENCES) -> Tensor:
+    given, total = rows(step, sequences), torch.zeros((), dtype=torch.float64)
     for row in given:
         response = len(row[COUNTED])
         values = model(input_ids=row["input_ids"][None]).logits[0, -response - 1 : -1, 0]

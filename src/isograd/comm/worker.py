@@ -23,7 +23,7 @@ import torch
 
 from isograd.comm import world
 from isograd.comm.device import Asked
-from isograd.comm.world import set_collective_timeout, world_process_group
+from isograd.comm.world import process_group_of, set_collective_timeout
 from isograd.errors import IsogradError
 
 LAST = 10.0  # seconds that a rank without a parent has for its last words
@@ -92,7 +92,7 @@ def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
     job = first if first is not None else _next(jobs, watcher)
     while job is not None:
         answer = _do(job)
-        jobs.send(replace(answer, has_left=seat.nproc > 1 and world_process_group() is None))
+        jobs.send(replace(answer, has_left=seat.nproc > 1 and process_group_of() is None))
         job = _next(jobs, watcher)
     world.leave()
     # Not sys.exit: gloo's threads abort an interpreter that unwinds under them.

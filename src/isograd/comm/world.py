@@ -77,9 +77,14 @@ def rank_and_size() -> tuple[int, int]:
     return (int(os.environ["RANK"]), size) if size > 1 and "RANK" in os.environ else (0, 1)
 
 
-def world_process_group() -> Any:
-    """torch's own group of all ranks, for a library whose loop asks for one; None where no world was joined."""
-    return dist.group.WORLD if dist.is_initialized() else None
+def process_group_of(group: Group | None = None) -> Any:
+    """torch's own group of these ranks, or of all, for a library that asks for one; None where no world was joined."""
+    if group is None or not dist.is_initialized():
+        return dist.group.WORLD if dist.is_initialized() else None
+    key = group.purpose, group.ranks
+    if key not in process.made:  # of one rank, which has nobody to talk to
+        process.made[key] = of_torch(_new_process_group(*key, 0), group.ranks, 0)
+    return process.made[key].process_group
 
 
 def meet(seconds: float) -> tuple[Any, int, int]:

@@ -55,12 +55,13 @@ def library_of(config: Any, where: str) -> tuple[Any, str]:
 
 
 def library_of_model(model: Any, where: str) -> tuple[Any, str]:
-    """The same of a model that is built: a decoder may have a score in the place of its head."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as SCORES
+    """The same of a model that is built: a decoder may have a score in the place of its head, of a row or a token."""
+    from transformers.models.auto import modeling_auto as auto
 
     library, loss = library_of(model.config, where)
-    scores: Any = SCORES.get(type(model.config), None)
-    return (scores, SCORE) if loss == CAUSAL and type(model) is scores else (library, loss)
+    of_what = (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING)
+    scores: list[Any] = [mapping.get(type(model.config), None) for mapping in of_what]
+    return (type(model), SCORE) if loss == CAUSAL and type(model) in scores else (library, loss)
 
 
 def _classes(config: Any) -> list[tuple[Any, str]]:

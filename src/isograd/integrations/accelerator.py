@@ -260,7 +260,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_data_loader(self, loader: Any, device_placement: bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """accelerate's; the ranks of a cp or tp group get the same rows."""
         if self._cut_models.shares_rows:
-            return prepare_data_loader(self, loader, self._mesh, device_placement)
+            return prepare_data_loader(self, self._mesh, loader, device_placement)
         return super().prepare_data_loader(loader, device_placement, *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:

@@ -6,18 +6,26 @@ the engine divides once. So a step's gradient is the one that GRPOTrainer has on
 whole step, however completions fall onto ranks and micro-batches.
 
 Completions are generated with whole parameters, by vLLM too: at ZeRO 3 all ranks gather the model for it, and shard it
-again. A run resumes between two generations, since a checkpoint has no completions, with the order of prompts that the
+again. Under tp the ranks of a group generate together, from one state of random numbers, and have the completions and
+the rewards of the first of them, which alone calls the reward functions. Under ep all ranks generate as long as one has
+to. A run resumes between two generations, since a checkpoint has no completions, with the order of prompts that the
 epoch would have had: TRL's own resume takes the first epoch's again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from math import lcm
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from isograd.comm.consensus import all_gather_object
+from isograd.integrations.shared_rows import cuts_model
 from isograd.integrations.trainers import EngineTrainerMixin
 
 OF_TOKENS = ("bnpo", "dapo", "cispo", "vespo")  # the mean over all completions' tokens
@@ -34,13 +42,30 @@ def has_grpo_loss(kind: type) -> bool:
 class EngineGRPOTrainerMixin(EngineTrainerMixin):
     """What `trainer` puts before GRPOTrainer."""
 
-    model_axes = "dp"
+    model_axes = "dp tp ep"
     divides_by_step = False  # its division by counts of the whole step is taken out below
     _sampler: Iterable[int] = ()  # of prompts
+    _logs: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        rows = self.args.generation_batch_size // self.mesh.size("tp")  # TRL has counted copies, too
+        self.args.generation_batch_size = rows
+        kept: Any = partial(deque, maxlen=rows)
+        self._logs = {n: defaultdict(kept) if isinstance(of, dict) else kept() for n, of in self._logs.items()}
+        if self.mesh.size("ep") > 1:  # a rank whose completions have ended has experts for the others'
+            self.model.generate = partial(self.model.generate, synced_gpus=True)
 
     def _reasons(self) -> dict[str, Any]:
-        args, kind = self.args, self.loss_type
+        args, kind, n, of_eval = self.args, self.loss_type, self.num_generations, self.num_generations_eval
+        evaluated = 0 if self.eval_dataset is None else args.per_device_eval_batch_size * self.mesh.size("dp")
+        whole = args.use_vllm or args.use_transformers_continuous_batching
+        made = args.generation_batch_size // self.mesh.size("tp")
         return super()._reasons() | {
+            f"num_generations={n} of {made} on the data ranks: set steps_per_generation": made % n,
+            f"num_generations_eval={of_eval} of {evaluated}: set per_device_eval_batch_size": evaluated % of_eval,
+            "use_vllm or continuous batching with tp or ep: set it to False": whole and cuts_model(self.mesh),
+            "tools or environments with tp: leave tp out": self.mesh.size("tp") > 1 and bool(self.tools),
             f"loss_type={kind!r}, whose mean is not known here": kind not in OF_TOKENS + OF_COMPLETIONS,
             "top_entropy_quantile: a threshold of each micro-batch": args.top_entropy_quantile < 1.0,
             "use_adaptive_entropy": args.use_adaptive_entropy,
@@ -84,8 +109,39 @@ class EngineGRPOTrainerMixin(EngineTrainerMixin):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self._full_parameters():
+        with self._full_parameters(), self._as_data_ranks():
             return super()._generate_and_score_completions(inputs)
+
+    def _generate(self, prompts: Any) -> Any:
+        made = super()._generate(prompts)
+        return *all_gather_object(made[:5], self.mesh, "tp")[0], *made[5:]  # a rollout_func may have drawn by itself
+
+    def _calculate_rewards(self, *args: Any) -> Any:
+        rewards = super()._calculate_rewards(*args).tolist() if self.mesh.index("tp") == 0 else []
+        metrics = {name: [float(value) for value in values] for name, values in self._pending_metrics.items()}
+        rewards, metrics = all_gather_object((rewards, metrics), self.mesh, "tp")[0]
+        self._pending_metrics.update(metrics)
+        return torch.tensor(rewards, dtype=torch.float32, device=self.accelerator.device)
+
+    @contextmanager
+    def _as_data_ranks(self) -> Iterator[None]:
+        """The ranks of a tp group generate, and then shuffle, from one state of random numbers each, whatever a reward
+        function has drawn on the first of them; what TRL gathers of rewards, and for its log, is of data ranks."""
+        from trl.trainer import grpo_trainer as module
+
+        if self.mesh.size("tp") == 1:
+            yield
+            return
+        gather, gather_object, ranks = module.gather, module.gather_object, self.mesh.layout.ranks("dp", 0)
+        first, second = all_gather_object(torch.randint(1 << 62, (2,)).tolist(), self.mesh, "tp")[0]
+        module.gather = self.accelerator.gather
+        module.gather_object = lambda own: [v for all_ in [gather_object([own])] for rank in ranks for v in all_[rank]]
+        torch.manual_seed(first)
+        try:
+            yield
+        finally:
+            module.gather, module.gather_object = gather, gather_object
+        torch.manual_seed(second)
 
 
 def counted(inputs: Mapping[str, Any]) -> Tensor:

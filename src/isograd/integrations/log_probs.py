@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from isograd.comm import ops
@@ -23,12 +24,13 @@ from isograd.comm.consensus import all_gather_object
 from isograd.core.contract import contract_of
 from isograd.core.mesh import Mesh
 from isograd.engine.validation import pipeline_of
-from isograd.hf import attach, shard
-from isograd.hf.losses import KEYS
+from isograd.hf import shard
+from isograd.hf.losses import IGNORE, KEYS
 from isograd.integrations.shared_rows import cut_whole_model
 
-OF_LOG_PROBS, OF_SCORES = ("SFTTrainer", "DPOTrainer"), ("RewardTrainer",)  # what their losses are made of
+OF_LOG_PROBS, OF_SCORES = ("SFTTrainer", "DPOTrainer", "GRPOTrainer"), ("RewardTrainer",)  # of what losses are made
 OTHER_KEYS = ("use_cache", "fused_lm_head", "output_router_logits")  # of a forward, beside those of a batch
+FUSED = {"fused_lm_head": True}
 
 
 def has_shared_loss(kind: type, mesh: Mesh) -> bool:
@@ -46,13 +48,10 @@ class SharedLoss:
     def __init__(self, trainer: Any, mesh: Mesh) -> None:
         self.trainer, self.mesh = trainer, mesh
         self._copies = mesh.size("cp") * mesh.size("tp")  # of a row, in stages
-        trainer._tp_size = self._copies if mesh.size("pp") == 1 else 1  # TRL divides counts of tokens by it
         _give_forward(trainer.model, mesh)
         reference = getattr(trainer, "ref_model", None)
         if reference is not None:
             cut_whole_model(reference, mesh, prove=False)
-            if mesh.size("cp") > 1 and not hasattr(reference, "_isograd_attached"):  # under pp it is
-                attach(reference, mesh)
             _give_forward(reference, mesh)
         if mesh.size("pp") > 1:
             _in_stages(trainer.model, self._loss)
@@ -107,21 +106,40 @@ def _give_forward(model: Any, mesh: Mesh) -> None:
 
     @functools.wraps(type(model).forward)  # `generate` reads its signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        rows = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
         if not fused_lm_head:
-            return given(*args, **kwargs)
+            return _in_equal_parts(given, rows, mesh)
         with _gathered_head(self, mesh):
-            if mesh.size("cp") == 1 and not mesh.layout.sp:
-                return given(*args, fused_lm_head=True, **kwargs)
-            options = {name: kwargs.pop(name) for name in OTHER_KEYS if name in kwargs}
-            part = shard(dict(zip(KEYS, args, strict=False)) | kwargs, mesh)
+            if mesh.size("cp") == 1:
+                return _in_equal_parts(given, rows | FUSED, mesh)
+            options = {name: rows.pop(name) for name in OTHER_KEYS if name in rows}
+            part = shard(rows, mesh)
             inputs = {name: value for name, value in part.inputs.items() if name not in ("labels", "use_cache")}
-            output = given(**inputs, **options, fused_lm_head=True)
+            output = given(**inputs, **options, **FUSED)
             for name, value in output.items():
                 if isinstance(value, Tensor) and value.dim() > 1:
                     output[name] = part.gather_sequence(value)[:, :-1]  # the last token has no label
             return output
 
     model.forward = MethodType(forward, model)
+
+
+def _in_equal_parts(run: Callable[..., Any], inputs: dict[str, Any], mesh: Mesh) -> Any:
+    """The forward of whole rows, padded at their end where sp has to divide them: training, and generation."""
+    tokens = inputs.get("input_ids")
+    pads = -tokens.shape[1] % mesh.size("tp") if mesh.layout.sp and tokens is not None else 0
+    if not pads:
+        return run(**inputs)
+    given = {name: value for name, value in inputs.items() if value is not None and name != "logits_to_keep"}
+    for name in given.keys() & KEYS:
+        given[name] = F.pad(given[name], (0, pads), value=IGNORE if "labels" in name else 0)
+    output = run(**given)
+    for name in given.keys() & {"cache", "past_key_values"}:  # as transformers names it since 5.24, and before
+        given[name].crop(-pads)
+    for name, value in output.items():
+        if isinstance(value, Tensor) and value.dim() > 1:
+            output[name] = value[:, :-pads]
+    return output
 
 
 @contextmanager

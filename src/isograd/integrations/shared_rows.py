@@ -160,7 +160,7 @@ class CutStrategy:
         return {"num_replicas": self.mesh.size("dp"), "rank": self.mesh.index("dp")}
 
 
-def prepare_data_loader(accelerator: Any, loader: Any, mesh: Mesh, device_placement: bool | None) -> Any:
+def prepare_data_loader(accelerator: Any, mesh: Mesh, loader: Any, device_placement: bool | None = None) -> Any:
     """accelerate's, which deals batches to ranks; here to the ranks of dp, so that those of a cp or tp group get the
     same rows."""
     from accelerate.data_loader import prepare_data_loader
@@ -179,20 +179,39 @@ def prepare_data_loader(accelerator: Any, loader: Any, mesh: Mesh, device_placem
     return prepared
 
 
+def gather_by_data_rank(accelerator: Any, mesh: Mesh) -> None:
+    """What accelerate gathers, and this process's number in it, are those of data ranks: the others have copies."""
+    from accelerate.utils import recursively_apply
+
+    kind, group = type(accelerator), mesh.group("dp")
+
+    def all_rows(value: Tensor) -> Tensor:
+        rows = value if value.dim() else value[None]
+        return raw.all_gather(rows, group, [len(rows)] * group.size)
+
+    changed = {
+        "process_index": property(lambda _: group.index),
+        "gather": lambda _, tensor: recursively_apply(all_rows, tensor, error_on_other_type=True),
+    }
+    accelerator.__class__ = type(kind.__name__, (kind,), changed)
+
+
 def cuts_model(mesh: Mesh) -> bool:
     """Whether a rank has a part of the model alone, beside what ZeRO shards."""
     return mesh.size("tp") * mesh.size("ep") * mesh.size("pp") > 1
 
 
 def cut_whole_model(model: nn.Module, mesh: Mesh, *, prove: bool = True) -> WeakIdKeyDictionary:
-    """Under tp, ep and pp each rank gets its part of a whole model. Returns {parameter before: after}, with None
-    after one that is in another stage."""
+    """Under tp, ep and pp each rank gets its part of a whole model, which cp attaches. Returns {parameter before:
+    after}, with None after one that is in another stage."""
     contracts = [contract_of(parameter) for parameter in model.parameters()]
     cut = {shard.axis for contract in contracts if contract is not None for shard in contract.shards}
     cut |= {"pp"} if hasattr(model, "chunks") else set()
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     if any(mesh.size(axis) > 1 and axis not in cut for axis in ("tp", "ep", "pp")):
         attach(model, mesh, prove=prove)
+    if mesh.size("cp") > 1 and not hasattr(model, "_isograd_attached"):  # ig.hf.load has attached its own
+        attach(model, mesh)
     after = dict(model.named_parameters(remove_duplicate=False))
     return WeakIdKeyDictionary({p: after.get(name) for name, p in before.items() if after.get(name) is not p})
 

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Stats
 from isograd.errors import EngineError, IntegrationError
-from isograd.hf import attach, shard
+from isograd.hf import shard
 from isograd.hf.export import export_hf
 from isograd.hf.losses import KEYS
 from isograd.integrations.log_probs import SharedLoss, has_shared_loss
@@ -44,6 +45,7 @@ from isograd.integrations.shared_rows import (
     cuts_model,
     evaluated,
     follow_cut,
+    gather_by_data_rank,
     prepare_data_loader,
     reasons_of_shared_rows,
 )
@@ -86,9 +88,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             follow_cut(self.optimizer, replaced)
         self.accelerator.backward = self._backward
         if self._shares_rows:
-            self.accelerator.prepare_data_loader = self._prepare_data_loader
-        if self.mesh.size("cp") > 1 and not hasattr(self.model, "_isograd_attached"):  # ig.hf.load has attached its own
-            attach(self.model, self.mesh)
+            self.accelerator.prepare_data_loader = partial(prepare_data_loader, self.accelerator, self.mesh)
+            gather_by_data_rank(self.accelerator, self.mesh)
         around = SharedLoss(self, self.mesh).in_stages if self.shares_loss else nullcontext
         self._in_stages: Callable[[list[Any]], AbstractContextManager[Any]] = around  # a pipeline of micro-batches
         self._micros: list[Any] = []  # of the step under way
@@ -251,10 +252,6 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         """The Trainer's. At zero3 the engine fills a model of `ig.hf.load`, which has no values before."""
         if not any(parameter.is_meta for parameter in model.parameters()):
             super()._move_model_to_device(model, device)
-
-    def _prepare_data_loader(self, loader: Any, device_placement: bool | None = None, **_: Any) -> Any:
-        """accelerate's, which deals batches to ranks; here to groups that share them."""
-        return prepare_data_loader(self.accelerator, loader, self.mesh, device_placement)
 
     def _set_signature_columns_if_needed(self) -> None:
         """The Trainer's, which drops columns that a forward does not name; the forward of a stage names none."""

@@ -8,8 +8,10 @@ average over ranks is the mean. Here a step's gradient is the sum of these losse
 once by the ranks. A loss function that returns (mean, weight) or `ig.Terms`, as those of `ig.losses`, is a mean over
 all that was weighed: then nothing has to know how many tokens other ranks have.
 
-The model is a whole one of transformers, on dp with zero0 to zero3. An engine that only looks forward (the reference
-policy) has no engine of ours inside, and the whole model on each rank.
+The model is one of transformers, on dp, cp, tp and ep with zero0 to zero3. The ranks of a cp or tp group are one data
+rank of verl's: it sends them the same sequences, each gets its part of these and the numbers of all of them, and all
+compute the same loss. An engine that only looks forward (the reference policy) has no engine of ours inside, and at
+zero3, too, all of what tp and ep leave of the model.
 """
 
 from __future__ import annotations
@@ -27,17 +29,28 @@ from verl.workers.config.engine import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from isograd.comm import raw
-from isograd.comm.world import world_process_group
+from isograd.comm.world import process_group_of
+from isograd.core.contract import assemble, contract_of
 from isograd.core.loss_terms import Terms
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
+from isograd.hf import attach
+from isograd.hf.export import export_hf
 from isograd.hf.loading import recompute_blocks
 from isograd.integrations import verl_outputs
 from isograd.integrations.optimizer import full_parameters, load_state, save_state
+from isograd.integrations.shared_rows import cut_whole_model, cuts_model
 from isograd.integrations.world import mesh_for
 
 OURS, THEIRS = "isograd", "huggingface"  # in a checkpoint's folder
 PARTS = frozenset(("model", "optimizer", "extra"))  # of a checkpoint, in verl's words
+OF_COSINE = {"min_lr_ratio": None, "num_cycles": 0.5, "zero_indexed_step": True}  # verl's defaults
+NOT_HERE = ("external_lib", "enable_activation_offload", "use_liger", "trust_remote_code")  # of a model's config
+AXES = {  # a layout's words for those of verl's own engines
+    "ulysses_sequence_parallel_size": "cp{} ulysses",
+    "tensor_parallel_size": "tp{}",
+    "tensor_model_parallel_size": "tp{}",
+}
 
 
 @dataclass
@@ -45,8 +58,11 @@ class EngineOptions(EngineConfig):  # type: ignore[misc]
     """verl's config of an engine, with a layout. Its `dtype` of autocast is not used: `model_dtype` is computed in."""
 
     strategy: str = "isograd"
-    layout: str | None = None  # of dp and zero
+    layout: str | None = None  # of dp, cp, tp, ep and zero
     model_dtype: str = "float32"
+    ulysses_sequence_parallel_size: int = 1  # this and the following: as the words of a layout (AXES)
+    tensor_parallel_size: int = 1
+    tensor_model_parallel_size: int = 1
 
 
 @EngineRegistry.register(model_type="language_model", backend="isograd", device=["cuda", "cpu"])
@@ -56,13 +72,14 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
     is_param_offload_enabled = False
     is_optimizer_offload_enabled = False
     engine: Engine | None = None  # none where only forward is asked for
+    outputs = staticmethod(verl_outputs.of_language)  # what the model says of a micro-batch, for the loss function
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         super().__init__()
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
-        self.mesh = mesh_for(engine_config.layout)  # verl asks for ranks before it calls `initialize`
+        self.mesh = mesh_for(layout_of(engine_config), "dp cp tp ep")  # verl asks for ranks before `initialize`
         self._saved: list[Path] = []
         self._weighs, self._loss = False, 0.0  # of the last step: whether its loss had weights, and what it was
 
@@ -71,6 +88,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         self._refuse_options()
         module: Any = self.model()
         self.module = module.to(self.mesh.device)
+        cut_whole_model(self.module, self.mesh)
         if getattr(self.model_config, "enable_gradient_checkpointing", False):
             recompute_blocks(self.module)
         if self.engine_config.forward_only:
@@ -107,15 +125,11 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
             raise self._refused("an engine without an optimizer that is not forward_only", "optimizer_config=None")
         loads = set(said(self.checkpoint_config, "load_contents") or PARTS)
         wrong = {
-            "param_offload": given.param_offload,
-            "optimizer_offload": given.optimizer_offload,
+            **{name: said(given, name) for name in ("param_offload", "optimizer_offload")},
+            **{name: said(model, name) for name in NOT_HERE},
             "LoRA (lora_rank, lora_adapter_path)": said(model, "lora_rank", 0) or said(model, "lora_adapter_path"),
             "LoRA (lora.rank)": (said(model, "lora") or {}).get("rank", 0),
             "multi-token prediction (mtp)": said(said(model, "mtp"), "enable", False),
-            "external_lib": said(model, "external_lib"),
-            "enable_activation_offload": said(model, "enable_activation_offload", False),
-            "use_liger": said(model, "use_liger", False),
-            "trust_remote_code": said(model, "trust_remote_code", False),
             "tiled_mlp": (said(model, "tiled_mlp") or {}).get("enabled", False),
             "router_replay": said(said(given, "router_replay"), "mode", "disabled") != "disabled",
             f"load_contents {sorted(loads)}": not loads >= PARTS,
@@ -138,17 +152,13 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         warmup = int(getattr(options, "lr_warmup_steps", None) or -1)
         if warmup <= 0:
             warmup = int(getattr(options, "lr_warmup_steps_ratio", 0.0) * steps)
-        if getattr(options, "lr_scheduler_type", "constant") == "constant":
-            constant: torch.optim.lr_scheduler.LambdaLR = theirs.get_constant_schedule_with_warmup(
-                optimizer, num_warmup_steps=warmup
-            )
-            return constant
-        cosine: torch.optim.lr_scheduler.LambdaLR = theirs.get_cosine_schedule_with_warmup(
-            optimizer, num_warmup_steps=warmup, num_training_steps=steps,
-            min_lr_ratio=getattr(options, "min_lr_ratio", None), num_cycles=getattr(options, "num_cycles", 0.5),
-            zero_indexed_step=getattr(options, "zero_indexed_step", True),
-        )  # fmt: skip
-        return cosine
+        make, more = theirs.get_constant_schedule_with_warmup, {}
+        if getattr(options, "lr_scheduler_type", "constant") == "cosine":
+            make = theirs.get_cosine_schedule_with_warmup
+            more = {name: getattr(options, name, default) for name, default in OF_COSINE.items()}
+            more["num_training_steps"] = steps
+        found: torch.optim.lr_scheduler.LambdaLR = make(optimizer, num_warmup_steps=warmup, **more)
+        return found
 
     def model(self) -> nn.Module:
         """The model of transformers in `model_config.local_path`, with the changes of its `override_config`."""
@@ -171,10 +181,6 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         found: nn.Module = kind.from_pretrained(given.local_path, config=config, dtype=kept, **attention)
         return found
 
-    def outputs(self, micro: Any) -> dict[str, Tensor]:
-        """What the model says of a micro-batch, for the loss function."""
-        return verl_outputs.of_language(self.module, micro, self._refused)
-
     # -- a step
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
@@ -192,7 +198,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         if not forward_only:
             self._training("a backward")
         tokens = self._tokens(data, counted=loss_function is not None)
-        tu.assign_non_tensor(data, sp_size=1, dp_size=self.mesh.size("dp"), batch_num_tokens=tokens)
+        tu.assign_non_tensor(data, sp_size=self.mesh.size("cp"), dp_size=self.mesh.size("dp"), batch_num_tokens=tokens)
         keeps = forward_only or tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
         found: list[Terms] = []
         outputs = []
@@ -246,7 +252,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
     ) -> tuple[Any, dict[str, Any]]:
         """(the loss of a micro-batch, what verl keeps of it)."""
         micro = micro.to(self.mesh.device)
-        made = self.outputs(micro)
+        made = self.outputs(self.module, micro, self.mesh, self._refused)
         kept = {name: value.detach() for name, value in made.items()}
         if loss_function is None:
             if not forward_only:
@@ -307,12 +313,12 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         return self.mesh.index("dp")
 
     def get_data_parallel_group(self) -> Any:
-        """torch's group of all ranks, over which verl averages losses and gathers metrics."""
-        return world_process_group()
+        """torch's group of the data ranks, over which verl averages losses and gathers metrics."""
+        return process_group_of(self.mesh.group("dp"))
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Whole models have outputs on every rank."""
-        return True
+        """Of a cp or tp group, whose ranks all have the same outputs, verl takes those of the first."""
+        return self.mesh.index("cp") == self.mesh.index("tp") == 0
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
         """Whole weights by the names of checkpoints, one after another; all ranks take all of them."""
@@ -325,8 +331,9 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         from verl.utils.model import convert_weight_keys
 
         with full_parameters(self.engine):
-            for name, value in convert_weight_keys(self.module.state_dict(), self.module).items():
-                yield name, value.detach().clone()
+            for name, value in convert_weight_keys(self.module.state_dict(keep_vars=True), self.module).items():
+                part, contract = value.detach().clone(), contract_of(value)
+                yield name, part if contract is None else assemble(part, contract, self.mesh).contiguous()
 
     def save_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, global_step: int = 0,
@@ -355,10 +362,16 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
     def _describe(self, place: Path) -> None:
         model = self.module
         with_weights = "hf_model" in (getattr(self.checkpoint_config, "save_contents", None) or ())
+        if with_weights and cuts_model(self.mesh):
+            if self.mesh.rank == 0:
+                shutil.rmtree(place, ignore_errors=True)
+            export_hf(self._training("an export"), place)
+            model, with_weights = None, False
         with full_parameters(self.engine) if with_weights else nullcontext():
             if self.mesh.rank != 0:
                 return
-            (model if with_weights else model.config).save_pretrained(place)
+            if model is not None:
+                (model if with_weights else model.config).save_pretrained(place)
             for words in ("processor", "tokenizer"):
                 if (found := getattr(self.model_config, words, None)) is not None:
                     found.save_pretrained(place)
@@ -393,25 +406,22 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
 class IsogradValueEngine(IsogradEngine):
     """A critic: one number at each token, of transformers' models for token classification."""
 
-    def model(self) -> nn.Module:
+    outputs = staticmethod(verl_outputs.of_values)
+
+    def model(self) -> Any:
         """Its dropout is off, as in verl. A head that the folder lacks is drawn, and rank 0's is everyone's."""
         from transformers import AutoModelForTokenClassification
 
-        found = self._loaded(AutoModelForTokenClassification, num_labels=1, classifier_dropout=0.0)
-        group = self.mesh.group("dp")
+        found: Any = self._loaded(AutoModelForTokenClassification, num_labels=1, classifier_dropout=0.0)
+        group = self.mesh.group("world")
         for parameter in found.parameters():
             raw.broadcast_(parameter.data, group)
+        if self.mesh.size("cp") > 1:  # without its head, whose own loss is not used, and is not of cut sequences
+            found._isograd_attached = attach(found.base_model, self.mesh)._isograd_attached
         return found
-
-    def outputs(self, micro: Any) -> dict[str, Tensor]:
-        """The values of a micro-batch."""
-        return verl_outputs.of_values(self.module, micro, self._refused)
 
 
 class _Mode(BaseEngineCtx):  # type: ignore[misc]
-    def __init__(self, engine: IsogradEngine, mode: str, **kwargs: Any) -> None:
-        super().__init__(engine, mode, **kwargs)
-
     def __enter__(self) -> None:
         super().__enter__()
         self.engine.module.train(self.mode == "train")
@@ -420,6 +430,14 @@ class _Mode(BaseEngineCtx):  # type: ignore[misc]
         if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):
             self.engine.optimizer_zero_grad()
         super().__exit__(kind, error, at)
+
+
+def layout_of(options: EngineOptions) -> str:
+    """The layout of a config, with the axes that verl's own words name; one that is named twice is refused (IG101)."""
+    sizes = [(words, int(getattr(options, name))) for name, words in AXES.items()]
+    asked = " ".join(words.format(size) for words, size in sizes if size > 1).split()
+    named = (options.layout or "").split()
+    return " ".join([*named, *(word for word in dict.fromkeys(asked) if word not in named)])
 
 
 def _number(found: Any) -> float:

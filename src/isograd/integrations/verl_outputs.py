@@ -1,7 +1,8 @@
 """What verl's loss functions and trainers are given of a model: numbers at each token, as nested sequences.
 
 At each place stands what belongs to the token after it, as verl has them: `log_probs[i]` is that of token i + 1. The
-last place of a sequence has a number that no loss may count.
+last place of a sequence has a number that no loss may count. Under cp and sp the model gets this rank's part of the
+rows, and its numbers are gathered: every rank of a group has those of whole sequences.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from isograd.core.mesh import Mesh
+from isograd.hf import BatchPart, shard
+
 Refused = Callable[[str, str], Exception]
 
 
@@ -21,36 +25,33 @@ class VerlRows(NamedTuple):
     tokens: Tensor  # [rows, longest]
     there: Tensor  # [rows, longest]: what is no padding
     offsets: Tensor  # [rows + 1]: of the nested ones
+    part: BatchPart | None  # of this rank, where sequences are cut
 
     def nested(self, values: Tensor) -> Tensor:
-        """Values [rows, longest] without the padding."""
-        return torch.nested.nested_tensor_from_jagged(values[self.there], self.offsets)
+        """Values [rows, here] of whole sequences, without the padding."""
+        whole = values if self.part is None else self.part.gather_sequence(values)
+        return torch.nested.nested_tensor_from_jagged(whole[self.there], self.offsets)
 
 
-def rows_of(micro: Any, refused: Refused) -> VerlRows:
-    """The sequences of a micro-batch."""
+def run(module: nn.Module, micro: Any, mesh: Mesh, refused: Refused) -> tuple[VerlRows, Tensor]:
+    """The sequences of a micro-batch, and what the model says at each token that it is given: [rows, here, ...]."""
     inputs = micro["input_ids"]
-    lengths = inputs.offsets().diff()
-    rows = torch.nn.utils.rnn.pad_sequence(list(inputs.unbind()), batch_first=True)
-    there = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
+    tokens = torch.nn.utils.rnn.pad_sequence(list(inputs.unbind()), batch_first=True)
+    there = torch.arange(tokens.shape[1], device=tokens.device) < inputs.offsets().diff()[:, None]
     if len(micro.get("multi_modal_inputs", None) or ()):
         raise refused("a batch with images, sound or video", "multi_modal_inputs")
-    return VerlRows(rows, there, inputs.offsets())
-
-
-def logits_of(module: nn.Module, micro: Any, rows: VerlRows, refused: Refused) -> Tensor:
-    """[rows, longest, ...]: what the model says at each token."""
-    more = {}
+    given = {"input_ids": tokens, "attention_mask": there.long()}
     places = micro.get("position_ids", None)
     if places is not None:
         if not places.is_nested or places.dim() != 2:
             raise refused("positions in several dimensions", f"position_ids of {places.dim()} dimensions")
-        more["position_ids"] = torch.nn.utils.rnn.pad_sequence(list(places.unbind()), batch_first=True)
-    found: Tensor = module(input_ids=rows.tokens, attention_mask=rows.there.long(), use_cache=False, **more).logits
-    return found
+        given["position_ids"] = torch.nn.utils.rnn.pad_sequence(list(places.unbind()), batch_first=True)
+    part = shard(given, mesh) if mesh.size("cp") > 1 or mesh.layout.sp else None
+    logits: Tensor = module(**(given | {"use_cache": False} if part is None else part.inputs)).logits
+    return VerlRows(tokens, there, inputs.offsets(), part), logits
 
 
-def of_language(module: nn.Module, micro: Any, refused: Refused) -> dict[str, Tensor]:
+def of_language(module: nn.Module, micro: Any, mesh: Mesh, refused: Refused) -> dict[str, Tensor]:
     """log_probs, and what the batch asks for beside them: entropy, sum_pi_squared."""
     from verl.utils import tensordict_utils as tu
 
@@ -59,11 +60,12 @@ def of_language(module: nn.Module, micro: Any, refused: Refused) -> dict[str, Te
 
     if asked("distillation_use_topk"):
         raise refused("distillation from a teacher's k largest log probabilities", "distillation_use_topk")
-    rows = rows_of(micro, refused)
-    logits = logits_of(module, micro, rows, refused)
+    rows, logits = run(module, micro, mesh, refused)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = torch.log_softmax(logits / _temperature(micro, rows, refused), -1)
-    found = {"log_probs": scores.gather(-1, rows.tokens.roll(-1, 1)[..., None])[..., 0]}
+    after, part = rows.tokens.roll(-1, 1), rows.part
+    after = after if part is None else part.cut.places.shard(after, mesh.index("cp"))
+    found = {"log_probs": scores.gather(-1, after[..., None])[..., 0]}
     if asked("calculate_entropy"):
         found["entropy"] = -(scores.exp() * scores).sum(-1)
     if asked("calculate_sum_pi_squared"):
@@ -71,10 +73,10 @@ def of_language(module: nn.Module, micro: Any, refused: Refused) -> dict[str, Te
     return {name: rows.nested(values) for name, values in found.items()}
 
 
-def of_values(module: nn.Module, micro: Any, refused: Refused) -> dict[str, Tensor]:
+def of_values(module: nn.Module, micro: Any, mesh: Mesh, refused: Refused) -> dict[str, Tensor]:
     """values, of a model with one number at each token."""
-    rows = rows_of(micro, refused)
-    return {"values": rows.nested(logits_of(module, micro, rows, refused)[..., 0])}
+    rows, logits = run(module, micro, mesh, refused)
+    return {"values": rows.nested(logits[..., 0])}
 
 
 def _temperature(micro: Any, rows: VerlRows, refused: Refused) -> Any:
