@@ -33,7 +33,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -322,16 +321,19 @@ def main(given: list[str] | None = None) -> int:
     file = home / "found.json"
     before = json.loads(file.read_text()) if file.exists() else []
     layout = options.layouts[len(before) % len(options.layouts)]
+    kept = [int(place.name.removeprefix("step-")) for place in (home / "run" / "checkpoints").glob("step-*")]
     segment = Segment(home, layout, random.Random(f"{options.seed} {len(before)}"), options.hang)
     segment.go(60 * options.minutes)
     found = losses(segment.run)
-    courses = [(one["layout"], one["steps"]) for one in before] + [(layout, max(found, default=0))]
+    begins = min(kept, default=0)  # at the latest: the newest checkpoints may be damaged
+    courses = [(one["layout"], one["begins"]) for one in before] + [(layout, begins)]
     first = courses[0][0]
-    same_to = [steps for _, steps in takewhile(lambda course: course[0] == first, courses)][-1]
+    same_to = next((start for course, start in courses if course != first), max(found, default=0))
     wrong = segment.wrong + compared(found, undisturbed(home, first, max(found, default=1)), same_to)
     events = [line["event"] for line in journal.read(segment.run / "metrics.jsonl") if "event" in line]
     said = {
-        "layout": layout, "minutes": options.minutes, "steps": max(found, default=0), "equal to the bit": same_to,
+        "layout": layout, "minutes": options.minutes, "begins": begins, "steps": max(found, default=0),
+        "equal to the bit": same_to,
         "deaths survived so far": events.count("recovered"), "did": segment.did, "grown": segment.grown,
         "wrong": wrong[:20],
     }  # fmt: skip
