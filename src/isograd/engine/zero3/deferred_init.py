@@ -25,7 +25,7 @@ from isograd.core.contract import Contract, init_fn_of
 from isograd.core.contract_table import ContractRow, ContractTable
 from isograd.core.mesh import Mesh
 from isograd.engine.plan import Slot
-from isograd.errors import EngineError
+from isograd.errors import EngineError, ModelError
 from isograd.io.safetensors_reader import SafetensorsReader, Weights
 
 
