@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -97,7 +98,10 @@ def test_a_link_is_measured_and_a_closed_port_is_said() -> None:
     assert link.bytes_per_s > 1e6
     assert measure(1, 0, "127.0.0.1", listener.port, 5.0, speed=False) == RankLink(1, 0)
     listener.shutdown()
-    assert "refused" in str(measure(0, 1, "127.0.0.1", 1, 5.0, speed=False).error)
+    with socket.socket() as bound:  # nobody listens at its port, and nobody else can have it
+        bound.bind(("127.0.0.1", 0))
+        closed = bound.getsockname()[1]
+        assert "refused" in str(measure(0, 1, "127.0.0.1", closed, 5.0, speed=False).error)
 
 
 def command(*words: str, **place: str) -> subprocess.CompletedProcess[str]:

@@ -86,9 +86,7 @@ class FirstValues:
             value = self.weights.read(name, contract.shape, box)
             if parameter.is_floating_point() and not value.is_floating_point():  # quantised, without a word of it
                 seen = f"{name} is {value.dtype}"
-                raise EngineError(
-                    "IG420", "these weights are not this model's", seen=seen, expected="numbers in floats"
-                )
+                raise ModelError("IG420", "these weights are not this model's", seen=seen, expected="numbers in floats")
         elif parameter.is_meta and make is not None:
             value = make(box, self.mesh.device)
         else:
