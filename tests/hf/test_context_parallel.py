@@ -326,9 +326,9 @@ def test_models_whose_positions_or_loss_are_their_own_are_refused() -> None:
 
 @pytest.mark.parametrize("layout", ["cp2 tp2", "cp2 pp2"])
 def test_a_model_that_is_not_its_configs_class_is_cut_over_cp_only(layout: str) -> None:
-    from transformers import AutoModelForTokenClassification
+    from transformers import AutoModelForQuestionAnswering
 
-    other = AutoModelForTokenClassification.from_config(made("llama").config)
+    other = AutoModelForQuestionAnswering.from_config(made("llama").config)
     changed = made("llama")
     changed.model.layers[1] = changed.model.layers[0]
     for model in (other, changed):
