@@ -326,7 +326,7 @@ def test_models_whose_positions_or_loss_are_their_own_are_refused() -> None:
 
 @pytest.mark.parametrize("layout", ["cp2 tp2", "cp2 pp2"])
 def test_a_model_that_is_not_its_configs_class_is_cut_over_cp_only(layout: str) -> None:
-    from transformers import AutoModelForQuestionAnswering
+    from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification
 
     other = AutoModelForQuestionAnswering.from_config(made("llama").config)
     changed = made("llama")
@@ -334,6 +334,9 @@ def test_a_model_that_is_not_its_configs_class_is_cut_over_cp_only(layout: str) 
     for model in (other, changed):
         with pytest.raises(ModelError, match=r"IG440(.|\n)*ig.hf.load"):
             attach(model, Mesh.unbound(layout))
+    if "pp" in layout:
+        with pytest.raises(ModelError, match="IG440"):
+            attach(AutoModelForTokenClassification.from_config(other.config), Mesh.unbound(layout))
 
 
 def test_fewer_heads_than_cp_ranks_are_refused() -> None:

@@ -88,7 +88,8 @@ def attach(model: Model, mesh: Mesh, *, prove: bool = True, logits: bool = False
         return model
     config: Any = getattr(model, "config", None)
     library, loss = library_of_model(model, mesh.describe_rank()) if hasattr(config, "model_type") else (None, "")
-    other = type(model) is not library or bool(cut)
+    by_token = "TokenClassification" in type(model).__name__  # which no stage's loss knows
+    other = type(model) is not library or bool(cut) or (by_token and mesh.size("pp") > 1)
     if not other:
         made, _ = empty(config, torch.float32, mesh, library)
         alike = [{n: p.shape for n, p in m.named_parameters()} for m in (model, made)]
