@@ -61,7 +61,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 52_242,
+    "isograd, lines": 52_241,
     "isograd-verify, lines": 18_998,
     "comm + engine, lines": 9_338,
     "arrows between packages": 133,

@@ -87,9 +87,8 @@ def attach(model: Model, mesh: Mesh, *, prove: bool = True, logits: bool = False
         attach_attention(model, mesh, model)
         return model
     config: Any = getattr(model, "config", None)
-    library, loss = library_of_model(model, mesh.describe_rank()) if hasattr(config, "model_type") else (None, "")
-    by_token = "TokenClassification" in type(model).__name__  # which no stage's loss knows
-    other = type(model) is not library or bool(cut) or (by_token and mesh.size("pp") > 1)
+    library, loss = library_of_model(model, mesh) if hasattr(config, "model_type") else (None, "")
+    other = type(model) is not library or bool(cut)
     if not other:
         made, _ = empty(config, torch.float32, mesh, library)
         alike = [{n: p.shape for n, p in m.named_parameters()} for m in (model, made)]

@@ -54,12 +54,14 @@ def library_of(config: Any, where: str) -> tuple[Any, str]:
     return (named or found)[0]
 
 
-def library_of_model(model: Any, where: str) -> tuple[Any, str]:
+def library_of_model(model: Any, mesh: Mesh) -> tuple[Any, str]:
     """The same of a model that is built: a decoder may have a score in the place of its head, of a row or a token."""
     from transformers.models.auto import modeling_auto as auto
 
-    library, loss = library_of(model.config, where)
-    of_what = (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING)
+    library, loss = library_of(model.config, mesh.describe_rank())
+    of_what = [auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING]
+    if mesh.size("pp") == 1:  # the loss of a stage knows no score of a token
+        of_what.append(auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING)
     scores: list[Any] = [mapping.get(type(model.config), None) for mapping in of_what]
     return (type(model), SCORE) if loss == CAUSAL and type(model) in scores else (library, loss)
 
