@@ -112,8 +112,8 @@ def test_no_rank_takes_a_step_that_another_one_did_not(layout: str, place: str, 
         assert any("rank 0" in text for text in heard), heard
 
 
-def experts(layout: str) -> list[str]:
-    """Rank 1 fails in its layer, while rank 0 waits for it there."""
+def experts(layout: str, discards: bool) -> list[str]:
+    """Rank 1 fails in its layer, while rank 0 waits for it there; a rank that fails `discards`, or goes on at once."""
     mesh, said = Mesh(layout), list[str]()
     options = ExpertOptions(number=4, per_token=2, width=8) if "ep" in layout else None
     config = ig.models.TransformerConfig(vocab=17, hidden=16, layers=2, heads=2, mlp=12, experts=options)
@@ -126,13 +126,18 @@ def experts(layout: str) -> list[str]:
             hook = model.blocks[1].register_forward_pre_hook(_raise)
         try:
             tokens = torch.arange(12).reshape(2, 6)
-            engine.train_step({"tokens": tokens, "labels": tokens}, 1)
+            if discards:
+                engine.train_step({"tokens": tokens, "labels": tokens}, 1)
+            else:
+                engine.backward(*model(tokens, tokens))
+                engine.step()
             said.append("stepped")
         except (Alarm, ig.IsogradError) as error:
             said.append(f"{type(error).__name__}: {error}")
             try:
-                engine.discard()
-                said.append("discarded")
+                if discards:
+                    engine.discard()
+                    said.append("discarded")
             except ig.IsogradError as refusal:
                 said.append(str(refusal))
         if hook is not None:
@@ -146,13 +151,21 @@ def _raise(*_: Any) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("layout", ["dp2 ep2", "tp2", "cp2 ring"])
+@pytest.mark.parametrize("layout", ["dp2 ep2", "dp2 ep2 zero3", "tp2", "cp2 ring"])
 def test_a_rank_that_fails_in_a_layer_is_named_where_others_wait_for_it(layout: str) -> None:
     """FAILURES E3: a raw TypeError, or a wait."""
-    first, second = launch(experts, 2, layout, timeout=60)
+    first, second = launch(experts, 2, layout, True, timeout=60)
     assert "Alarm" in second[0] and "IG214" in second[1]
     assert "IG213" in first[0] and "rank 1" in first[0]
     assert "IG207" in first[1] and all("IG2" in text for text in (*first[2:], *second[2:]))
+
+
+@pytest.mark.medium
+def test_a_rank_that_goes_on_after_a_failure_in_a_layer_ends_the_wait_of_the_others() -> None:
+    """Its next forward waits at ZeRO 3 for ranks that wait for it in the exchange of experts."""
+    first, second = launch(experts, 2, "dp2 ep2 zero3", False, timeout=60)
+    assert "Alarm" in second[0] and "IG214" in second[1]
+    assert "IG213" in first[0] and "rank 1" in first[0] and "IG207" in first[1]
 
 
 def alone(layout: str, what: str) -> str:

@@ -43,7 +43,7 @@ STEPS, VICTIM_STEP, ANSWER_S, HANG_S = 5, 1, 10.0, 25.0
 LAYOUTS = (
     "dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sp", "cp2 ring", "cp2 ulysses", "pp2", "pp2 zb",
     "dp2 ep2", "dp2 tp2 sp zero1", "dp2 tp2 zero3", "dp2 pp2 zero1", "dp2 pp2 zero3", "dp2 cp2 ring zero3",
-    "dp2 cp2 ulysses zero2", "cp2 ring tp2", "tp2 pp2", "cp2 ulysses pp2 zb", "dp4 ep2 zero1",
+    "dp2 cp2 ulysses zero2", "cp2 ring tp2", "tp2 pp2", "cp2 ulysses pp2 zb", "dp4 ep2 zero1", "dp2 ep2 zero3",
 )  # fmt: skip
 KINDS = (KeyboardInterrupt, RuntimeError, TimeoutError, MemoryError, torch.OutOfMemoryError)
 AFTER = ("discard", "nothing", "retry")
@@ -324,9 +324,9 @@ def check(found: list[Found], layout: str, victim: int, folder: str) -> None:
         assert len(taken) == count and off(weights, truth(taken, experts).last) < 1e-9, "another state was saved"
 
 
-def draw(seed: int) -> tuple[str, int, Point, type, str]:
+def draw(seed: int, layout: str = "") -> tuple[str, int, Point, type, str]:
     """(layout, victim, point, exception, what follows)."""
-    dice, layout = random.Random(seed), LAYOUTS[seed % len(LAYOUTS)]
+    dice, layout = random.Random(seed), layout or LAYOUTS[seed % len(LAYOUTS)]
     victim = dice.randrange(Layout.parse(layout).world_size)
     counted = points_of(layout)[victim]
     state = dice.choice(sorted({state for state, _ in counted}))
@@ -370,10 +370,10 @@ def test_a_rank_that_skips_an_evaluation_and_trains_is_found_at_its_first_gather
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("seed", [476, 1178])
-def test_an_optimizer_that_raises_on_one_rank_is_refused_on_all(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "layout"), [(476, "dp2 pp2 zero3"), (1178, "dp2 zero2")])
+def test_an_optimizer_that_raises_on_one_rank_is_refused_on_all(seed: int, layout: str) -> None:
     """The others took the step with its old rows; in a pipeline at ZeRO 3 they evaluated while it trained on."""
-    assert one(draw(seed), _threads)
+    assert one(draw(seed, layout), _threads)
 
 
 def main(count: int, first: int = 0, only: str = "") -> None:

@@ -25,6 +25,7 @@ from isograd.comm.world import ABORTED, abort_group_on_interrupt, device, leave,
 from isograd.errors import CommError
 
 Tensors = Sequence[Sequence[torch.Tensor]]  # for each member of a group
+LAYER_S = 5.0  # after which a rank that gives up a step closes its connections, where layers wait for it
 LATE_S = 1.0  # seconds after which a rank that waits for a card asks whether others are still there
 SPIN_S = 5e-4  # for which the host asks a card without a pause
 SMALL_BYTES = 1 << 16  # below this an all-reduce is one exchange of whole tensors: one latency instead of two

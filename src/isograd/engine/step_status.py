@@ -96,7 +96,6 @@ class Late:
 # All ranks, or none:
 TOGETHER = {Status.SAVES: "save a checkpoint", Status.EVALUATES: "evaluate", Status.OPENS: "open a folder"}
 SAME = {**TOGETHER, Status.READS: "look at gradients"}  # that, too, though a step that failed is refused in it
-LAYER_S = 5.0  # seconds after which a rank that gives up a step closes its connections, where layers wait for it
 SAME_LOSS = 1e-3  # relative: ranks of a tp group compute one loss from the same numbers; devices of two kinds may round
 BITS = 48
 
@@ -197,7 +196,7 @@ def gather(
 def gives_up(status: Status, mesh: Mesh) -> float | None:
     """How many seconds a rank that drops its step waits for the others; None: as long as it takes. They may wait for
     this one inside a layer, for ever."""
-    return LAYER_S if mesh.layers_wait and status in (Status.FAILED, Status.DISCARDS) else None
+    return raw.LAYER_S if mesh.layers_wait and status in (Status.FAILED, Status.DISCARDS) else None
 
 
 def packed(flags: Sequence[bool], width: int) -> Tensor:
