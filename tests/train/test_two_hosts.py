@@ -150,6 +150,4 @@ def test_the_network_between_two_machines_is_checked_and_what_is_wrong_is_named(
         codes, said = checked(hosts, PYTHONPATH=os.environ["PYTHONPATH"], GLOO_SOCKET_IFNAME=before)
         print(said)
         assert 0 not in codes
-        assert re.search(
-            r"IG292: \d of 2 connections .*\n +seen: .*rank 1 on host-b to rank 0 on host-a \(10.9.0.1:", said
-        )
+        assert re.search(r"IG292: .*\n +seen: .*rank 1 on host-b to rank 0 on host-a \(10.9.0.1:", said)

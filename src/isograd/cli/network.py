@@ -34,7 +34,7 @@ exit codes: 0 nothing is wrong, 1 something is, 2 wrong usage"""
 def check(words: list[str]) -> int:
     """`isograd check`; the exit code."""
     about = "Look at the machines of a run before it starts."
-    verbs = {"network": ("connections and bandwidth of all pairs of ranks, and versions", _options, _network)}
+    verbs = {"network": ("connections of all ranks, the bandwidth of a sum, and versions", _options, _network)}
     return run(words, "check", about, EXAMPLES, verbs)
 
 

@@ -1,10 +1,9 @@
 """`isograd check network`: what the machines of a run are to each other, before a run finds out.
 
-All ranks meet in the store where a run of theirs would meet, and say what they are: machine, address, versions.
-Every pair then connects over plain TCP, as gloo does, and one of them sends blocks for a moment: one bandwidth for each
-link. Pairs measure in rounds in which no rank has two partners, so that a machine's bandwidth is not shared by more
-pairs than it has ranks; of many ranks, one of each machine measures. At last all of them join a world and sum a number:
-the run's own way of connecting. Rank 0 names what is wrong, and with which ranks.
+All ranks meet in the store where a run of theirs would meet, and say what they are: machine, address, versions. Each
+then connects to all others over plain TCP, as gloo does; of many ranks, one of each machine. At last all of them join a
+world, the run's own way of connecting, and sum numbers: one bandwidth. Rank 0 names what is wrong, and with which
+ranks.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import os
 import platform
 import re
 import socket
-import socketserver
 import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -35,9 +34,8 @@ from isograd.comm import raw, world
 from isograd.comm.world import new_group
 from isograd.errors import NetworkError
 
-MANY = 32  # ranks, above which one of each machine measures
-BLOCK = b"\0" * (1 << 18)
-SEND_S = 0.25  # how long blocks are sent
+MANY = 32  # ranks, above which one of each machine connects to the others
+SUMMED = 1 << 24  # bytes of each rank, whose sum is timed
 SHOWN = 6
 _ADDRESS_OF = 0x8915  # Linux: SIOCGIFADDR
 
@@ -107,55 +105,21 @@ def chosen() -> str:
 
 @dataclass(frozen=True)
 class RankLink:
-    """From one rank to another."""
+    """From one rank to another that cannot be reached, or closes the connection."""
 
     source: int
     target: int
-    error: str | None = None
-    bytes_per_s: float | None = None  # None: not measured
+    error: str
 
 
-class _CountBytes(socketserver.BaseRequestHandler):
-    """Answers the bytes that came, when the other side has finished sending."""
-
-    def handle(self) -> None:
-        total, into = 0, bytearray(len(BLOCK))
-        self.request.settimeout(60)
-        with suppress(OSError):
-            while got := self.request.recv_into(into):
-                total += got
-            self.request.sendall(struct.pack("<q", total))
-
-
-class LinkListener(socketserver.ThreadingTCPServer):
-    """Counts the blocks that each connection sends, until it is closed."""
-
-    daemon_threads, request_queue_size = True, 128
-
-    def __init__(self, address: str) -> None:
-        super().__init__((address, 0), _CountBytes)
-        self.port = int(self.server_address[1])
-        threading.Thread(target=self.serve_forever, daemon=True, name="isograd check network").start()
-
-
-def measure(source: int, target: int, address: str, port: int, wait_s: float, *, speed: bool) -> RankLink:
-    """Connect to another rank; `speed`: and send blocks."""
+def connect(source: int, target: RankFacts, wait_s: float) -> list[RankLink]:
+    """Why another rank cannot be reached, if it cannot."""
     try:
-        with socket.create_connection((address, port), wait_s) as connection:
-            connection.settimeout(max(wait_s, 10 * SEND_S))
-            began = time.monotonic()
-            while speed and time.monotonic() < began + SEND_S:
-                connection.sendall(BLOCK)
-            connection.shutdown(socket.SHUT_WR)
-            answer = b""
-            while len(answer) < 8:
-                answer += (received := connection.recv(8 - len(answer)))
-                if not received:
-                    raise ConnectionError("the other side has closed the connection")
-            rate = struct.unpack("<q", answer)[0] / (time.monotonic() - began) if speed else None
-            return RankLink(source, target, bytes_per_s=rate)
+        socket.create_connection((target.address, target.port), wait_s).close()
     except OSError as error:
-        return RankLink(source, target, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return [RankLink(source, target.rank, said)]
+    return []
 
 
 @dataclass(frozen=True)
@@ -163,8 +127,9 @@ class Preflight:
     """What all ranks know in the end."""
 
     facts: list[RankFacts]
-    links: list[RankLink]
+    broken: list[RankLink]
     joined: dict[int, str]  # rank: why it could not join, or the wrong sum that it got
+    bytes_per_s: float  # of the slowest rank in a sum of all ranks; 0: not measured
 
 
 @dataclass(frozen=True)
@@ -196,27 +161,26 @@ def preflight(wait_s: float) -> tuple[Preflight, SharedNotes]:
     """Look at the machines, on all ranks together."""
     notes = _connect_store(wait_s)
     rank, address = notes.rank, chosen()
-    listener = LinkListener(address or "127.0.0.1")
-    said = notes.gather("rank", asdict(own_facts(rank, listener.port, address)))
-    absent = [other for other, found in enumerate(said) if found is None]
-    if absent:
-        raise _absent(f"ranks {absent} of {notes.size}", wait_s, rank)
-    known = {each.name for each in fields(RankFacts)}
-    facts = [RankFacts(**{name: value for name, value in found.items() if name in known}) for found in said]
-    links: list[RankLink] = []
-    for number, pairs in enumerate(rounds(ranks_that_measure(facts))):
-        for a, b in pairs:
-            peer = facts[b if rank == a else a]
-            if rank in (a, b) and peer.address:
-                links.append(measure(rank, peer.rank, peer.address, peer.port, wait_s / 2, speed=rank == a))
-        notes.gather(f"round-{number}", True, 2.0)
-    well = notes.gather("well", not any(link.error for link in links), 2.0)
-    joined = _join(rank, notes.size, wait_s) if all(well) and all(one.address for one in facts) else None
-    listener.shutdown()
-    mine = {"links": [asdict(link) for link in links], "joined": joined}
-    every = [one or {"links": [], "joined": "no answer"} for one in notes.gather("found", mine, 3.0)]
+    with socket.create_server((address or "127.0.0.1", 0), backlog=1024) as listener:  # the system answers
+        said = notes.gather("rank", asdict(own_facts(rank, listener.getsockname()[1], address)))
+        absent = [other for other, found in enumerate(said) if found is None]
+        if absent:
+            raise _absent(f"ranks {absent} of {notes.size}", wait_s, rank)
+        known = {each.name for each in fields(RankFacts)}
+        facts = [RankFacts(**{name: value for name, value in found.items() if name in known}) for found in said]
+        peers = [facts[peer] for peer in connecting(facts) if peer != rank and rank in connecting(facts)]
+        with ThreadPoolExecutor(MANY) as pool:
+            found = pool.map(partial(connect, rank, wait_s=wait_s / 2), [peer for peer in peers if peer.address])
+            broken = list(chain.from_iterable(found))
+        well = notes.gather("well", not broken, 2.0)
+    joins = all(well) and all(one.address for one in facts)
+    joined, bytes_per_s = _join(rank, notes.size, wait_s) if joins else (None, 0.0)
+    mine = {"broken": [asdict(link) for link in broken], "joined": joined, "bytes_per_s": bytes_per_s}
+    lost = {"broken": [], "joined": "no answer", "bytes_per_s": 0.0}
+    every = [one or lost for one in notes.gather("found", mine, 3.0)]
     unjoined = {other: one["joined"] for other, one in enumerate(every) if one["joined"]}
-    return Preflight(facts, [RankLink(**link) for one in every for link in one["links"]], unjoined), notes
+    links = [RankLink(**link) for one in every for link in one["broken"]]
+    return Preflight(facts, links, unjoined, min(one["bytes_per_s"] for one in every)), notes
 
 
 def _absent(seen: str, wait_s: float, rank: int | str) -> NetworkError:
@@ -247,51 +211,46 @@ def _connect_store(wait_s: float) -> SharedNotes:
     return SharedNotes(store, rank, size, wait_s)
 
 
-def ranks_that_measure(facts: Sequence[RankFacts]) -> list[int]:
+def connecting(facts: Sequence[RankFacts]) -> list[int]:
     """All ranks; of many, the first of each machine."""
     if len(facts) <= MANY:
         return [one.rank for one in facts]
     return sorted({one.host: one.rank for one in reversed(facts)}.values())
 
 
-def rounds(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Every pair once, in rounds in which each rank has one partner at most."""
-    ring: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
-    for _ in range(len(ring) - 1):
-        pairs = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]), strict=True)
-        yield [(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None]
-        ring = [ring[0], ring[-1], *ring[1:-1]]
-
-
-def _join(rank: int, size: int, wait_s: float) -> str | None:
-    """Join the world as a run does, and sum the ranks' numbers; what went wrong, if anything did."""
-    said = [f"no connection within {wait_s:g} s"]
+def _join(rank: int, size: int, wait_s: float) -> tuple[str | None, float]:
+    """Join the world as a run does, and sum the ranks' numbers: what went wrong, if anything did, and the bandwidth."""
+    said: list[tuple[str | None, float]] = [(f"no connection within {wait_s:g} s", 0.0)]
 
     def go() -> None:
         try:
             world.world()
             group = new_group("world", tuple(range(size)), rank)
-            total = raw.all_reduce(torch.tensor([rank + 1.0], device=world.device()), group)
-            right = size * (size + 1) / 2
-            said[0] = "" if float(total) == right else f"a sum of {float(total)}, which is {right}"
+            numbers = torch.full((SUMMED // 4,), rank + 1.0, device=world.device())
+            raw.all_reduce(numbers[:1], group)
+            began = time.monotonic()
+            total = raw.to_host(raw.all_reduce(numbers, group))
+            wrong = total[total != size * (size + 1) / 2]
+            problem = f"a sum of {float(wrong[0])}, which is {size * (size + 1) / 2}" if len(wrong) else None
+            said[0] = (problem, 2 * SUMMED * (size - 1) / size / (time.monotonic() - began))
         except Exception as error:
-            said[0] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            said[0] = (f"{type(error).__name__}: {str(error).splitlines()[0][:200]}", 0.0)
 
     thread = threading.Thread(target=go, daemon=True)  # gloo gives up after half an hour
     thread.start()
     thread.join(wait_s)
-    return said[0] or None
+    return said[0]
 
 
 def analyze(found: Preflight) -> list[NetworkError]:
     """Everything that is wrong, the causes first."""
     facts = found.facts
     wrong = [*_interfaces(facts)]
-    if broken := [link for link in found.links if link.error]:
-        ends = [(facts[link.source], facts[link.target], link.error) for link in broken]
+    if found.broken:
+        ends = [(facts[link.source], facts[link.target], link.error) for link in found.broken]
         said = [f"{_place(a)} to {_place(b)} ({b.address}:{b.port}): {error}" for a, b, error in ends]
         wrong.append(NetworkError(
-            "IG292", f"{len(broken)} of {len(found.links)} connections between ranks cannot be made",
+            "IG292", "connections between ranks cannot be made",
             seen=_listed(said),
             expected="TCP between all machines, in both directions, at any port above 1023",
             fix="open these ports between the machines; ranks listen at ports that the system chooses "
@@ -356,7 +315,7 @@ def _ranks(facts: Sequence[RankFacts]) -> str:
 
 
 def render(found: Preflight, errors: Sequence[NetworkError]) -> str:
-    """The tables, then what is wrong."""
+    """The table of machines, the bandwidth, then what is wrong."""
     by_host: dict[str, list[RankFacts]] = {}
     for one in found.facts:
         by_host.setdefault(one.host, []).append(one)
@@ -365,19 +324,8 @@ def render(found: Preflight, errors: Sequence[NetworkError]) -> str:
         first = ours[0]
         numbers = ",".join(str(one.rank) for one in ours[:SHOWN]) + (",..." if len(ours) > SHOWN else "")
         ranks.append((host, numbers, first.interface or "-", first.address or "-", *first.versions.values()))
-    pairs: dict[tuple[str, str], list[RankLink]] = {}
-    for link in found.links:
-        low, high = sorted((found.facts[link.source].host, found.facts[link.target].host))
-        pairs.setdefault((low, high), []).append(link)
-    rows: list[tuple[str, ...]] = [("between", "and", "pairs", "Gbit/s", "worst")]
-    for (a, b), links in sorted(pairs.items()):
-        rates = [link.bytes_per_s * 8e-9 for link in links if link.bytes_per_s is not None]
-        measured = (f"{median(rates):.2f}", f"{min(rates):.2f}") if rates else ("none", "none")
-        rows.append((a, b, str(len(links) // 2), *measured))
+    speed = f"a sum over all ranks: {found.bytes_per_s * 8e-9:.2f} Gbit/s from and to each" if found.bytes_per_s else ""
     verdict = [str(error) for error in errors] or ["nothing is wrong"]
-    return "\n\n".join(["\n".join(_columns(ranks)), "\n".join(_columns(rows)), *verdict])
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    widths = [max(len(row[at]) for row in ranks) for at in range(len(ranks[0]))]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in ranks]
+    return "\n\n".join(["\n".join(table), *filter(None, [speed]), *verdict])
