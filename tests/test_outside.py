@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +78,19 @@ def test_json_that_another_reader_would_take_otherwise_is_refused(tmp_path: Path
     assert caught.value.code in ("IG662", "IG665")
     with pytest.raises(FileError, match="IG661"):
         untrusted.read_json(path, len(text) - 1)
+
+
+def test_a_sparse_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    tracemalloc.start()
+    try:
+        with pytest.raises(FileError, match="IG661"):
+            untrusted.read_bytes(path, 1 << 30)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def header(path: Path, change: Callable[[dict[str, dict[str, object]]], object]) -> None:

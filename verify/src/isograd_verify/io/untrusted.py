@@ -86,8 +86,10 @@ def kind_of(mode: int) -> str:
 def read_bytes(path: str | Path, most: int, *, follow: bool = False, opener: Any = open_to_read) -> bytes:
     """The whole file, which has at most `most` bytes."""
     with opener(path, follow=follow) as file:
-        found: bytes = file.read(most + 1)
-    if len(found) > most:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        found: bytes = file.read(most + 1) if size <= most else b""  # it may grow
+    if max(size, len(found)) > most:
         raise FileError(
             "IG661",
             f"{path} is too large for what it should be",
