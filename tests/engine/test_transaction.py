@@ -829,3 +829,20 @@ def test_a_refusal_holds_no_model() -> None:
         engine.step()
     assert len(pickle.dumps(caught.value)) < 4000
     engine.discard()
+
+
+def group_of_another_parameter(layout: str) -> list[str]:
+    """On rank 1 alone; its optimizer stepped with that rank's gradient, which nobody reduced or cleared."""
+    engine = Engine(model := toys.Toy(), Mesh(layout), toys.sgd)
+    if engine.mesh.rank == 1:
+        engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    said = []
+    for _ in range(2):
+        one_backward(model, engine)
+        said.append(refusal(engine.step)[:5])
+    return said
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "dp2 zero3"])
+def test_a_parameter_group_that_is_added_later_is_refused_on_all_ranks(worlds, layout: str) -> None:
+    assert worlds(2).run(group_of_another_parameter, layout) == [["IG550"] * 2, ["IG504"] * 2]

@@ -154,7 +154,8 @@ class ShardedOptimizer:
         for one in muon.members(self.optimizer):
             if hasattr(one, "train"):  # schedule-free ones begin as if evaluated (ema.py)
                 one.train()
-        self._check_owned(shards)
+        if (wrong := self._badly_owned()) is not None:
+            raise wrong
         slots = {id(self.masters[slot.name]): slot for slot in plan.slots}
         muon.refuse_pieces(self.optimizer, slots, by_rows=stage > 0)
         refuse_others(self.optimizer, slots, by_rows=stage > 0, elementwise=elementwise)
@@ -168,7 +169,9 @@ class ShardedOptimizer:
             one.register_step_pre_hook(self._refuse_by_hand)
 
     def problem(self, mesh: Mesh) -> EngineError | None:
-        """The error if a hook of the program's would take rows for whole gradients."""
+        """The error if a hook of the program's would take rows for whole gradients, or a group was added."""
+        if sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.masters):
+            return self._badly_owned()
         if not self._by_rows or all(len(one._optimizer_step_pre_hooks) == 1 for one in self._members):
             return None
         return EngineError("IG546", where=mesh.describe_rank())
@@ -195,15 +198,16 @@ class ShardedOptimizer:
             return self.units.params[id(slot.parameter)].rows
         return slot.parameter.data if self.stage == 0 else slot.rows(slot.parameter.data)
 
-    def _check_owned(self, shards: Shards) -> None:
-        """Every trainable parameter belongs to exactly one parameter group, and nothing else does."""
-        names = {id(shard): name for name, shard in shards.named()}
+    def _badly_owned(self) -> EngineError | None:
+        """The error unless every trainable parameter belongs to exactly one parameter group, and nothing else does."""
+        names = {id(shard): name for name, shard in self.masters.items()}
         owned = [id(p) for g in self.optimizer.param_groups for p in g["params"]]
         missing = [name for key, name in names.items() if key not in owned]
         twice = [names[key] for key in set(owned) if owned.count(key) > 1 and key in names]
         foreign = sum(key not in names for key in owned)
         if missing or twice or foreign:
-            raise EngineError("IG504", missing=missing, twice=twice, foreign=foreign)
+            return EngineError("IG504", missing=missing, twice=twice, foreign=foreign)
+        return None
 
     def step(
         self, step_state: StepState, scale: float, unused: set[str], verdict: Verdict | None = None
