@@ -137,6 +137,30 @@ def other_shapes_in_a_later_step() -> None:
     engine.train_step(batch(6 + engine.mesh.rank), micro_batches=2)
 
 
+def other_values_in_a_later_step() -> None:
+    engine = engine_of("pp2")
+    engine.train_step(batch(), micro_batches=2)
+    x, y = batch(seed=1)
+    engine.train_step((x, y.flip(0) if engine.mesh.rank else y), micro_batches=2)
+
+
+def other_values_evaluated() -> None:
+    engine = engine_of("pp2")
+    engine.evaluate(batch())
+    engine.evaluate(batch(seed=engine.mesh.rank))
+
+
+def other_words_beside_the_tensors() -> None:
+    engine = engine_of("pp2")
+    engine.train_step((*batch(), f"labels of rank {engine.mesh.rank}"), micro_batches=2)
+
+
+def other_mode_on_rank_1() -> None:
+    engine = engine_of("pp2")
+    engine.model.train(engine.mesh.rank == 0)
+    engine.train_step(batch(), micro_batches=2)
+
+
 def unlike_copies_of_a_tie() -> None:
     torch.manual_seed(Mesh("pp2").rank)
     shared = nn.Parameter(torch.randn(8, 8))
@@ -150,7 +174,11 @@ def ties_of_other_shapes() -> None:
 
 REFUSED = {
     transformer_called: "IG415",
-    other_values_on_rank_1: "IG804",
+    other_values_on_rank_1: "IG516",
+    other_values_in_a_later_step: "IG516",
+    other_values_evaluated: "IG516",
+    other_words_beside_the_tensors: "IG516",
+    other_mode_on_rank_1: "IG516",
     other_rows_on_rank_1: "IG804",
     more_micro_batches_on_rank_1: "IG804",
     other_shapes_in_a_later_step: "IG804",

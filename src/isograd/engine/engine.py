@@ -269,6 +269,7 @@ class Engine:
             self.begin(**weights)
         if self.pipeline is not None:
             self.pipeline.refuse(micros)
+            self._inputs.add(self.model, batch)
             with self.backward_context() as step_state:
                 self.pipeline.train(micros, step_state)
             return
@@ -312,6 +313,7 @@ class Engine:
                 with abort_group_on_interrupt() if self.mesh.layers_wait else nullcontext():  # for this one's forward
                     self._check_lockstep("begins an evaluation")  # its forwards would pass for those of a step
                     results = pipeline.evaluate(micros) if pipeline else [batches.call(self.model, m) for m in micros]
+                    self._inputs.add(self.model, batch)  # of a pipeline; others' forwards have said the same
                 mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))
                 with abort_group_on_interrupt():
                     self._gather_step_status(Status.EVALUATES)
