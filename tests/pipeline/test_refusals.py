@@ -21,6 +21,7 @@ from isograd.comm import raw
 from isograd.comm import world as comm_world
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
+from isograd.engine.zero import Shards
 from isograd.errors import IsogradError
 from isograd.models import Transformer, TransformerConfig
 from isograd.pipeline import Stages
@@ -47,11 +48,12 @@ def engine_of(
     modules: list[Any] | None = None,
     split: tuple[int, ...] | None = None,
     loss: Callable[..., Any] = toys.loss_of,
+    optimizer: Callable[..., Any] = lambda ps: torch.optim.SGD(ps, lr=0.1),
     **options: Any,
 ) -> Engine:
     mesh = Mesh(layout)
     model = Stages(modules or toys.plain(), mesh, loss=loss, split=split).double()
-    return Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1), **options)
+    return Engine(model, mesh, optimizer, **options)
 
 
 def batch(rows: int = 6, seed: int = 0) -> toys.Micro:
@@ -161,6 +163,29 @@ def other_mode_on_rank_1() -> None:
     engine.train_step(batch(), micro_batches=2)
 
 
+def set_apart(engine: Engine, name: str, value: float, group: int = -1) -> None:
+    """A good step; then another number in a group of rank 1, or in its engine, and another step."""
+    engine.train_step(batch(), micro_batches=2)
+    if engine.mesh.rank and hasattr(engine, name):
+        setattr(engine, name, value)
+    elif engine.mesh.rank:
+        engine.optimizer.param_groups[group][name] = value
+    engine.train_step(batch(), micro_batches=2)
+
+
+def other_rate_on_rank_1() -> None:
+    set_apart(engine_of("pp2"), "lr", 0.05)
+
+
+def other_clip_on_rank_1() -> None:
+    set_apart(engine_of("pp2", clip=1.0), "clip", 2.0)
+
+
+def other_rate_where_stages_have_other_groups() -> None:
+    """The first stage has a group more, in front of the common one."""
+    set_apart(engine_of("pp2", optimizer=with_groups), "lr", 0.05)
+
+
 def unlike_copies_of_a_tie() -> None:
     torch.manual_seed(Mesh("pp2").rank)
     shared = nn.Parameter(torch.randn(8, 8))
@@ -172,6 +197,51 @@ def ties_of_other_shapes() -> None:
     engine_of("pp2", [nn.Linear(5, 8), toys.Use(shared), toys.Use(shared), nn.Linear(8, 3)])
 
 
+def with_groups(ps: Shards) -> torch.optim.Optimizer:
+    """A group for what the first stage alone has; its rate is its own."""
+    patterns = {"0.*": {"lr": 0.01}, "*": {}} if "0.weight" in ps.names else {"*": {}}
+    return torch.optim.SGD(ps.groups(patterns), lr=0.1)
+
+
+def layer_by_layer(ps: Shards) -> torch.optim.Optimizer:
+    """A group for each parameter, with a rate of its own: no stage has a group of another one."""
+    return torch.optim.SGD([{"params": [p], "lr": 0.1 / (1 + len(n) + int(n[0]))} for n, p in ps.named()])
+
+
+def named_groups(ps: Shards) -> torch.optim.Optimizer:
+    """Equal at the start; the rate of each layer goes its own way."""
+    return torch.optim.SGD([{"params": [p], "name": n} for n, p in ps.named()], lr=0.1)
+
+
+def steps_of(make: Callable[..., Any], schedule: str, frozen: bool = False) -> float:
+    modules = toys.plain()
+    modules[0].requires_grad_(not frozen)
+    engine = engine_of("pp2", modules, optimizer=make)
+    groups = engine.optimizer.param_groups
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(engine.optimizer, [g["lr"] for g in groups], 4)
+    for step in range(3):
+        loss = engine.train_step(batch(seed=step), micro_batches=2).loss
+        if schedule == "torch":
+            scheduler.step()
+        for group in groups if schedule == "each its own" else ():
+            group["lr"] *= 1 / (1 + int(group["name"][0]))
+        if schedule == "by hand":
+            engine.clip = 2.0
+            for group in groups:
+                group["lr"] = 0.3 * group["initial_lr"]
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "schedule"),
+    [(with_groups, "torch"), (layer_by_layer, "torch"), (with_groups, "by hand"), (named_groups, "each its own")],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_stages_may_have_groups_of_their_own(worlds, make: Callable[..., Any], schedule: str, frozen: bool) -> None:
+    first, second = worlds(2).run(steps_of, make, schedule, frozen, timeout=LIMIT)
+    assert first == second
+
+
 REFUSED = {
     transformer_called: "IG415",
     other_values_on_rank_1: "IG516",
@@ -179,6 +249,9 @@ REFUSED = {
     other_values_evaluated: "IG516",
     other_words_beside_the_tensors: "IG516",
     other_mode_on_rank_1: "IG516",
+    other_rate_on_rank_1: "IG548",
+    other_clip_on_rank_1: "IG548",
+    other_rate_where_stages_have_other_groups: "IG548",
     other_rows_on_rank_1: "IG804",
     more_micro_batches_on_rank_1: "IG804",
     other_shapes_in_a_later_step: "IG804",

@@ -311,11 +311,7 @@ class DataParallel(nn.Module):
     def _gather_step_status(self, status: Status) -> step_status.StepStatus:
         """The gather of a reduction (engine/step_status.py)."""
         wrong = self._watch.problem(self.mesh) or self._window.problem(self.mesh)
-
-        def decide(table: step_status.StepStatus) -> None:
-            step_status.refuse_wrong(table, self.mesh)
-            validation.check_weights(table.more["plain"], table.more["weighed"], self.mesh)
-
+        decide = partial(step_status.refuse_wrong, mesh=self.mesh)
         columns = self._window.columns(self._steps.taken)
         return step_status.gather_step_status(self._step_state, status, wrong, columns, decide, self._drop)
 

@@ -287,12 +287,23 @@ def refuse_wrong(table: StepStatus, mesh: Mesh) -> None:
     peers = _first(groups, (losses - losses[:, :1]).abs() > SAME_LOSS * losses.abs().amax(1, keepdim=True))
     if peers:
         raise EngineError("IG547", where=mesh.describe_rank(), losses=table.loss[peers].tolist(), peers=peers)
+    if "plain" in table.more:
+        plain, weighed = (table.more[kind][:, 0].nonzero().flatten().tolist() for kind in ("plain", "weighed"))
+        if plain and weighed:
+            seen = f"losses without a weight on ranks {plain}; with one on ranks {weighed}"
+            raise EngineError("IG535", seen=seen, where=mesh.describe_rank())
     groups = mesh.all_groups(STAGE)
     settings, synced_backwards = table.settings[groups], table.synced_backwards[groups]
     stage = _first(groups, settings != settings[:, :1])
     if stage:
         unlike = [rank for rank in stage if table.settings[rank] != table.settings[stage[0]]]
         raise EngineError("IG548", where=mesh.describe_rank(), unlike=unlike, first=stage[0])
+    known: dict[float, tuple[int, float]] = {}
+    for rank in mesh.all_groups("pp")[0].tolist() if "kinds" in table.more else ():  # ranks of a stage are alike
+        for kind, digest in table.more["kinds"][rank].view(-1, 2).tolist():
+            first, other = known.setdefault(kind, (rank, digest))
+            if digest != other:
+                raise EngineError("IG548", where=mesh.describe_rank(), unlike=[rank], first=first)
     stage = _first(groups, synced_backwards != synced_backwards[:, :1])
     if stage:
         seen = ", ".join(f"rank {rank}: {int(table.synced_backwards[rank])}" for rank in stage)
