@@ -200,7 +200,7 @@ def no_weight_on_one_rank() -> None:
 
 
 def weights_of_some_micro_batches() -> None:
-    mesh, model, engine = fresh()
+    _, model, engine = fresh()
     for number in range(2):
         with engine.no_sync():
             engine.backward(loss_of(model), 3 if number else None)

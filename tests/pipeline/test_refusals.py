@@ -199,13 +199,13 @@ def ties_of_other_shapes() -> None:
 
 def with_groups(ps: Shards) -> torch.optim.Optimizer:
     """A group for what the first stage alone has; its rate is its own."""
-    patterns = {"0.*": {"lr": 0.01}, "*": {}} if "0.weight" in ps.names else {"*": {}}
+    patterns = {"kept.0.*": {"lr": 0.01}, "*": {}} if "kept.0.weight" in ps.names else {"*": {}}
     return torch.optim.SGD(ps.groups(patterns), lr=0.1)
 
 
 def layer_by_layer(ps: Shards) -> torch.optim.Optimizer:
     """A group for each parameter, with a rate of its own: no stage has a group of another one."""
-    return torch.optim.SGD([{"params": [p], "lr": 0.1 / (1 + len(n) + int(n[0]))} for n, p in ps.named()])
+    return torch.optim.SGD([{"params": [p], "lr": 0.1 / (len(n) + int(n.split(".")[1]))} for n, p in ps.named()])
 
 
 def named_groups(ps: Shards) -> torch.optim.Optimizer:
@@ -224,7 +224,7 @@ def steps_of(make: Callable[..., Any], schedule: str, frozen: bool = False) -> f
         if schedule == "torch":
             scheduler.step()
         for group in groups if schedule == "each its own" else ():
-            group["lr"] *= 1 / (1 + int(group["name"][0]))
+            group["lr"] *= 1 / (1 + int(group["name"].split(".")[1]))
         if schedule == "by hand":
             engine.clip = 2.0
             for group in groups:
