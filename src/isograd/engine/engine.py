@@ -460,7 +460,7 @@ class Engine:
             own, columns = term_weights.message(announces)
         can = self._device_decision.possible(whole and status is Status.FINE and term_weights.expected is None)
         settings, more = self._sharded_optimizer.settings(self.mesh, self.clip, repr(self.loss_scale))
-        more |= {"inputs": self._inputs.columns(), "terms": columns, "device": can, **step_state.loss_sums.columns()}
+        more |= {"inputs": self._inputs.columns(), "terms": columns, "device": can}
         return step_status.gather_step_status(
             step_state, status, wrong, more, partial(self._decide, status=status, whole=whole), self._drop, own,
             settings, may_be_late=True,

@@ -165,6 +165,7 @@ def gather(
 ) -> StepStatus:
     """A row of every rank: one message of a few numbers and bits, from host to host, on connections of its own."""
     mesh, sums = step_state.mesh, [step_state.loss_sums.weight, loss]
+    more = {"weights": step_state.loss_sums.columns(), **more}
     if status in (Status.FINE, Status.READS):  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
     behind = status is Status.DISCARDS and sys.exception() is None
@@ -287,11 +288,11 @@ def refuse_wrong(table: StepStatus, mesh: Mesh) -> None:
     peers = _first(groups, (losses - losses[:, :1]).abs() > SAME_LOSS * losses.abs().amax(1, keepdim=True))
     if peers:
         raise EngineError("IG547", where=mesh.describe_rank(), losses=table.loss[peers].tolist(), peers=peers)
-    if "plain" in table.more:
-        plain, weighed = (table.more[kind][:, 0].nonzero().flatten().tolist() for kind in ("plain", "weighed"))
-        if plain and weighed:
-            seen = f"losses without a weight on ranks {plain}; with one on ranks {weighed}"
-            raise EngineError("IG535", seen=seen, where=mesh.describe_rank())
+    kinds = table.more["weights"].tolist() if "weights" in table.more else []
+    without, given = ([rank for rank, found in enumerate(kinds) if found[kind]] for kind in range(2))
+    if without and given:
+        seen = f"losses without a weight on ranks {without}; with one on ranks {given}"
+        raise EngineError("IG535", seen=seen, where=mesh.describe_rank())
     groups = mesh.all_groups(STAGE)
     settings, synced_backwards = table.settings[groups], table.synced_backwards[groups]
     stage = _first(groups, settings != settings[:, :1])

@@ -250,9 +250,9 @@ class LossSums:
         if weight is None or (isinstance(weight, Tensor) and weight.device.type != "cpu") or weight != 0:
             self.kinds.add("plain" if weight is None else "weighed")
 
-    def columns(self) -> dict[str, Tensor]:
-        """For the gather of the step: losses of which kinds there are."""
-        return {kind: torch.full((1,), kind in self.kinds, dtype=torch.float64) for kind in ("plain", "weighed")}
+    def columns(self) -> Tensor:
+        """For the gather of the step: whether there are losses without a weight, and with one."""
+        return torch.tensor(["plain" in self.kinds, "weighed" in self.kinds], dtype=torch.float64)
 
 
 # -- numbers

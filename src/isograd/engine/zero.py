@@ -297,10 +297,10 @@ class ShardedOptimizer:
         groups = [_settings(group) for group in self.optimizer.param_groups]
         for kind, group in zip(self._kinds, groups, strict=False):
             now.setdefault(kind, set()).add(group)
-        columns = torch.zeros(KINDS if mesh.size("pp") > 1 else 0, 2, dtype=torch.float64)
-        for place, kind in zip(columns, sorted(now), strict=False):
-            place[:] = torch.tensor([kind, crc32(repr(sorted(now[kind])).encode())])
-        return crc32(repr((groups, *map(_plain, more))).encode()), {"kinds": columns.flatten()}
+        pairs = [number for kind in sorted(now) for number in (kind, crc32(repr(sorted(now[kind])).encode()))]
+        columns = torch.tensor([*pairs, *[0] * 2 * KINDS][: 2 * KINDS], dtype=torch.float64)
+        whole = crc32(repr((groups, *map(_plain, more))).encode())
+        return whole, {"kinds": columns} if mesh.size("pp") > 1 else {}
 
     @torch.no_grad()
     def take_edits(self) -> None:
