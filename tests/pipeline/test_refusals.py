@@ -186,6 +186,11 @@ def other_rate_where_stages_have_other_groups() -> None:
     set_apart(engine_of("pp2", optimizer=with_groups), "lr", 0.05)
 
 
+def evaluates_on_rank_1() -> None:
+    engine = engine_of("pp2")
+    (engine.evaluate if engine.mesh.rank else engine.train_step)(batch())
+
+
 def unlike_copies_of_a_tie() -> None:
     torch.manual_seed(Mesh("pp2").rank)
     shared = nn.Parameter(torch.randn(8, 8))
@@ -255,6 +260,7 @@ REFUSED = {
     other_rows_on_rank_1: "IG804",
     more_micro_batches_on_rank_1: "IG804",
     other_shapes_in_a_later_step: "IG804",
+    evaluates_on_rank_1: "IG804",
     more_micro_batches_than_rows: "IG518",
     no_micro_batch: "IG518",
     another_count_than_the_list: "IG518",
@@ -282,8 +288,8 @@ def test_a_refusal_reaches_every_rank(worlds, what: Callable[[], None], code: st
 
 def test_other_batches_are_told_with_the_ranks_that_have_them(worlds) -> None:
     first, second = worlds(2).run(told, more_micro_batches_on_rank_1, timeout=LIMIT)
-    assert "2 micro-batches here, unlike those of ranks [1]" in first
-    assert "3 micro-batches here, unlike those of ranks [0]" in second
+    assert "2 micro-batches to train on here, unlike those of ranks [1]" in first
+    assert "3 micro-batches to train on here, unlike those of ranks [0]" in second
     assert "rank 1 (pp1)" in second
 
 

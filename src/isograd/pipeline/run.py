@@ -109,7 +109,7 @@ class Pipeline:
         layout = self.layout
         whole = build("gpipe", layout.pp, layout.vpp, len(micros))
         forwards = tuple(tuple(a for a in order if a.kind == "F") for order in whole.orders)
-        self.refuse(micros)
+        self.refuse(micros, trains=False)
         schedule = Schedule("forward", layout.pp, layout.vpp, len(micros), forwards)
         # Evaluating needs no gradients, so what stages pass on has another form than in training.
         with torch.no_grad():
@@ -126,13 +126,14 @@ class Pipeline:
         self.timeline = step.timeline
         return step.losses
 
-    def refuse(self, micros: Sequence[Any]) -> None:
-        """Before `train`, on all pp ranks of a column: they were given micro-batches of the same shapes (contents are
+    def refuse(self, micros: Sequence[Any], trains: bool = True) -> None:
+        """Before `train`, on all pp ranks of a column: all train, on micro-batches of the same shapes (contents are
         compared at the step: core/input_checks.py), and each can run on all stages."""
-        shapes = torch.tensor([hash(tuple(map(shapes_of, micros))) >> 1, len(micros)])
+        shapes = torch.tensor([hash(tuple(map(shapes_of, micros))) >> 1, len(micros), trains])
         unlike = ranks_unlike(shapes, self.mesh.host_group("pp"))
         if unlike:
-            raise PipelineError("IG804", where=self.mesh.describe_rank(), count=len(micros), unlike=unlike)
+            does = "to train on" if trains else "to evaluate"
+            raise PipelineError("IG804", where=self.mesh.describe_rank(), count=len(micros), does=does, unlike=unlike)
         for micro in micros:
             self._refuse(micro)
 
