@@ -21,7 +21,6 @@ from isograd.comm import raw
 from isograd.comm import world as comm_world
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.engine.zero import Shards
 from isograd.errors import IsogradError
 from isograd.models import Transformer, TransformerConfig
 from isograd.pipeline import Stages
@@ -183,7 +182,7 @@ def other_clip_on_rank_1() -> None:
 
 def other_rate_where_stages_have_other_groups() -> None:
     """The first stage has a group more, in front of the common one."""
-    set_apart(engine_of("pp2", optimizer=with_groups), "lr", 0.05)
+    set_apart(engine_of("pp2", optimizer=toys.with_groups), "lr", 0.05)
 
 
 def evaluates_on_rank_1() -> None:
@@ -200,51 +199,6 @@ def unlike_copies_of_a_tie() -> None:
 def ties_of_other_shapes() -> None:
     shared = nn.Parameter(torch.ones(8 + 8 * Mesh("pp2").rank, 8))
     engine_of("pp2", [nn.Linear(5, 8), toys.Use(shared), toys.Use(shared), nn.Linear(8, 3)])
-
-
-def with_groups(ps: Shards) -> torch.optim.Optimizer:
-    """A group for what the first stage alone has; its rate is its own."""
-    patterns = {"kept.0.*": {"lr": 0.01}, "*": {}} if "kept.0.weight" in ps.names else {"*": {}}
-    return torch.optim.SGD(ps.groups(patterns), lr=0.1)
-
-
-def layer_by_layer(ps: Shards) -> torch.optim.Optimizer:
-    """A group for each parameter, with a rate of its own: no stage has a group of another one."""
-    return torch.optim.SGD([{"params": [p], "lr": 0.1 / (len(n) + int(n.split(".")[1]))} for n, p in ps.named()])
-
-
-def named_groups(ps: Shards) -> torch.optim.Optimizer:
-    """Equal at the start; the rate of each layer goes its own way."""
-    return torch.optim.SGD([{"params": [p], "name": n} for n, p in ps.named()], lr=0.1)
-
-
-def steps_of(make: Callable[..., Any], schedule: str, frozen: bool = False) -> float:
-    modules = toys.plain()
-    modules[0].requires_grad_(not frozen)
-    engine = engine_of("pp2", modules, optimizer=make)
-    groups = engine.optimizer.param_groups
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(engine.optimizer, [g["lr"] for g in groups], 4)
-    for step in range(3):
-        loss = engine.train_step(batch(seed=step), micro_batches=2).loss
-        if schedule == "torch":
-            scheduler.step()
-        for group in groups if schedule == "each its own" else ():
-            group["lr"] *= 1 / (1 + int(group["name"].split(".")[1]))
-        if schedule == "by hand":
-            engine.clip = 2.0
-            for group in groups:
-                group["lr"] = 0.3 * group["initial_lr"]
-    return loss
-
-
-@pytest.mark.parametrize(
-    ("make", "schedule"),
-    [(with_groups, "torch"), (layer_by_layer, "torch"), (with_groups, "by hand"), (named_groups, "each its own")],
-)
-@pytest.mark.parametrize("frozen", [False, True])
-def test_stages_may_have_groups_of_their_own(worlds, make: Callable[..., Any], schedule: str, frozen: bool) -> None:
-    first, second = worlds(2).run(steps_of, make, schedule, frozen, timeout=LIMIT)
-    assert first == second
 
 
 REFUSED = {
