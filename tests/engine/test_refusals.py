@@ -193,6 +193,20 @@ def loss_scale_changed_on_one_rank() -> None:
     engine.step()
 
 
+def no_weight_on_one_rank() -> None:
+    mesh, model, engine = fresh()
+    engine.backward(loss_of(model), 3 if mesh.rank else None)
+    engine.step()
+
+
+def weights_of_some_micro_batches() -> None:
+    _, model, engine = fresh()
+    for number in range(2):
+        with engine.no_sync():
+            engine.backward(loss_of(model), 3 if number else None)
+    engine.step()
+
+
 def trained_views_in_two_orders() -> None:
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
     model[1].weight.data = model[0].weight.data.t()
@@ -235,6 +249,8 @@ REFUSED: dict[Callable[[], None], tuple[str, str]] = {
     clip_of_each_rank: ("IG522", "clip is 0.1 or 0.2"),
     loss_scale_on_one_rank: ("IG522", "loss_scale is"),
     loss_scale_changed_on_one_rank: ("IG548", "the loss scale on ranks [1]"),
+    no_weight_on_one_rank: ("IG535", "losses without a weight on ranks [0]; with one on ranks [1]"),
+    weights_of_some_micro_batches: ("IG535", "without a weight on ranks [0, 1]; with one on ranks [0, 1]"),
     trained_views_in_two_orders: ("IG573", "['0.weight', '1.weight']"),
     values_replaced_at_zero3: ("IG517", "last.weight"),
 }
@@ -256,6 +272,21 @@ def test_a_wrong_state_is_refused_on_every_rank_with_its_remedy(worlds, action: 
     for found, text in world.run(partial(refusal_of, action)):
         assert found == code, text
         assert any(part in text for part in hint.split("|")), text
+
+
+def weights_left_out(given: tuple[float | None, ...]) -> list[float]:
+    """The weight of steps in which each rank gives its own."""
+    mesh, model, engine = fresh()
+    found = []
+    for _ in range(2):
+        engine.backward(loss_of(model), given[mesh.rank])
+        found.append(engine.step().weight)
+    return found
+
+
+@pytest.mark.parametrize(("given", "weight"), [((None, None), 2.0), ((None, 0), 1.0), ((5, 0), 5.0), ((1, 2), 3.0)])
+def test_a_rank_whose_loss_counts_for_nothing_says_so_beside_losses_of_any_kind(worlds, given, weight: float) -> None:
+    assert worlds(2).run(weights_left_out, given) == [[weight] * 2] * 2
 
 
 def replicas_after_start() -> list[float]:

@@ -47,11 +47,12 @@ def engine_of(
     modules: list[Any] | None = None,
     split: tuple[int, ...] | None = None,
     loss: Callable[..., Any] = toys.loss_of,
+    optimizer: Callable[..., Any] = lambda ps: torch.optim.SGD(ps, lr=0.1),
     **options: Any,
 ) -> Engine:
     mesh = Mesh(layout)
     model = Stages(modules or toys.plain(), mesh, loss=loss, split=split).double()
-    return Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1), **options)
+    return Engine(model, mesh, optimizer, **options)
 
 
 def batch(rows: int = 6, seed: int = 0) -> toys.Micro:
@@ -137,6 +138,58 @@ def other_shapes_in_a_later_step() -> None:
     engine.train_step(batch(6 + engine.mesh.rank), micro_batches=2)
 
 
+def other_values_in_a_later_step() -> None:
+    engine = engine_of("pp2")
+    engine.train_step(batch(), micro_batches=2)
+    x, y = batch(seed=1)
+    engine.train_step((x, y.flip(0) if engine.mesh.rank else y), micro_batches=2)
+
+
+def other_values_evaluated() -> None:
+    engine = engine_of("pp2")
+    engine.evaluate(batch())
+    engine.evaluate(batch(seed=engine.mesh.rank))
+
+
+def other_words_beside_the_tensors() -> None:
+    engine = engine_of("pp2")
+    engine.train_step((*batch(), f"labels of rank {engine.mesh.rank}"), micro_batches=2)
+
+
+def other_mode_on_rank_1() -> None:
+    engine = engine_of("pp2")
+    engine.model.train(engine.mesh.rank == 0)
+    engine.train_step(batch(), micro_batches=2)
+
+
+def set_apart(engine: Engine, name: str, value: float, group: int = -1) -> None:
+    """A good step; then another number in a group of rank 1, or in its engine, and another step."""
+    engine.train_step(batch(), micro_batches=2)
+    if engine.mesh.rank and hasattr(engine, name):
+        setattr(engine, name, value)
+    elif engine.mesh.rank:
+        engine.optimizer.param_groups[group][name] = value
+    engine.train_step(batch(), micro_batches=2)
+
+
+def other_rate_on_rank_1() -> None:
+    set_apart(engine_of("pp2"), "lr", 0.05)
+
+
+def other_clip_on_rank_1() -> None:
+    set_apart(engine_of("pp2", clip=1.0), "clip", 2.0)
+
+
+def other_rate_where_stages_have_other_groups() -> None:
+    """The first stage has a group more, in front of the common one."""
+    set_apart(engine_of("pp2", optimizer=toys.with_groups), "lr", 0.05)
+
+
+def evaluates_on_rank_1() -> None:
+    engine = engine_of("pp2")
+    (engine.evaluate if engine.mesh.rank else engine.train_step)(batch())
+
+
 def unlike_copies_of_a_tie() -> None:
     torch.manual_seed(Mesh("pp2").rank)
     shared = nn.Parameter(torch.randn(8, 8))
@@ -150,10 +203,18 @@ def ties_of_other_shapes() -> None:
 
 REFUSED = {
     transformer_called: "IG415",
-    other_values_on_rank_1: "IG804",
+    other_values_on_rank_1: "IG516",
+    other_values_in_a_later_step: "IG516",
+    other_values_evaluated: "IG516",
+    other_words_beside_the_tensors: "IG516",
+    other_mode_on_rank_1: "IG516",
+    other_rate_on_rank_1: "IG548",
+    other_clip_on_rank_1: "IG548",
+    other_rate_where_stages_have_other_groups: "IG548",
     other_rows_on_rank_1: "IG804",
     more_micro_batches_on_rank_1: "IG804",
     other_shapes_in_a_later_step: "IG804",
+    evaluates_on_rank_1: "IG804",
     more_micro_batches_than_rows: "IG518",
     no_micro_batch: "IG518",
     another_count_than_the_list: "IG518",
@@ -181,8 +242,8 @@ def test_a_refusal_reaches_every_rank(worlds, what: Callable[[], None], code: st
 
 def test_other_batches_are_told_with_the_ranks_that_have_them(worlds) -> None:
     first, second = worlds(2).run(told, more_micro_batches_on_rank_1, timeout=LIMIT)
-    assert "2 micro-batches here, unlike those of ranks [1]" in first
-    assert "3 micro-batches here, unlike those of ranks [0]" in second
+    assert "2 micro-batches to train on here, unlike those of ranks [1]" in first
+    assert "3 micro-batches to train on here, unlike those of ranks [0]" in second
     assert "rank 1 (pp1)" in second
 
 

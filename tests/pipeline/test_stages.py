@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ from torch import nn
 from isograd.core.contract_table import contracts
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
+from isograd.engine.zero import Shards
 from isograd.errors import PipelineError
 from isograd.pipeline import Stages
 
 from . import toys
+from .test_refusals import LIMIT, batch, engine_of
 
 LAYOUTS = (
     "pp2",
@@ -155,3 +159,52 @@ def test_a_model_cut_into_stages_is_not_called() -> None:
 def test_measured_costs_balance_the_stages() -> None:
     model = holds(toys.plain, "pp2", 0, costs=[9, 1, 1, 1, 1])
     assert [len(part) for part in model.parts] == [1, 4]
+
+
+# -- parameter groups, of which a stage may lack some
+
+
+def layer_by_layer(ps: Shards) -> torch.optim.Optimizer:
+    """A group for each parameter, with a rate of its own: no stage has a group of another one."""
+    return torch.optim.SGD([{"params": [p], "lr": 0.1 / (len(n) + int(n.split(".")[1]))} for n, p in ps.named()])
+
+
+def named_groups(ps: Shards) -> torch.optim.Optimizer:
+    """Equal at the start; the rate of each layer goes its own way."""
+    return torch.optim.SGD([{"params": [p], "name": n} for n, p in ps.named()], lr=0.1)
+
+
+def steps_of(make: Callable[..., Any], schedule: str, layout: str, frozen: bool) -> float:
+    modules = toys.plain()
+    modules[0].requires_grad_(not frozen)
+    engine = engine_of(layout, modules, optimizer=make)
+    groups = engine.optimizer.param_groups
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(engine.optimizer, [g["lr"] for g in groups], 4)
+    for step in range(3):
+        loss = engine.train_step(batch(seed=step), micro_batches=2).loss
+        if schedule == "torch":
+            scheduler.step()
+        for group in groups if schedule == "each its own" else ():
+            group["lr"] *= 1 / (1 + int(group["name"].split(".")[1]))
+        if schedule == "by hand":
+            engine.clip = 2.0
+            for group in groups:
+                group["lr"] = 0.3 * group["initial_lr"]
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "schedule"),
+    [
+        (toys.with_groups, "torch"),
+        (layer_by_layer, "torch"),
+        (toys.with_groups, "by hand"),
+        (named_groups, "each its own"),
+    ],
+)
+@pytest.mark.parametrize(("layout", "frozen"), [("pp2", False), ("pp2 zero1", True), ("pp2 vpp2 zb", False)])
+def test_stages_may_have_groups_of_their_own(
+    worlds, make: Callable[..., Any], schedule: str, layout: str, frozen: bool
+) -> None:
+    first, second = worlds(2).run(steps_of, make, schedule, layout, frozen, timeout=LIMIT)
+    assert first == second

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from isograd.core.contract_table import contracts
 from isograd.core.mesh import DATA, Mesh
 from isograd.engine import Engine
+from isograd.engine.zero import Shards
 from isograd.pipeline import Stages
 
 STEPS = 2
@@ -261,3 +262,9 @@ def differences(found: Sequence[Outcome], truth: Outcome) -> list[str]:
             wrong.append(f"evaluated {outcome.evaluated} instead of {truth.losses}")
     missing = truth.parameters.keys() - copies.keys()
     return wrong + ([f"nobody holds {sorted(missing)}"] if missing else [])
+
+
+def with_groups(ps: Shards) -> torch.optim.Optimizer:
+    """A group for what the first stage alone has; its rate is its own."""
+    patterns = {"kept.0.*": {"lr": 0.01}, "*": {}} if "kept.0.weight" in ps.names else {"*": {}}
+    return torch.optim.SGD(ps.groups(patterns), lr=0.1)

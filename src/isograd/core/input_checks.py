@@ -7,7 +7,7 @@ Three mistakes would train silently, or with a NaN that names nobody, and only o
 - Ranks of one tp group given different batches (data indexed by `mesh.rank`), or ranks of one cp group, where the model
   takes its part of the batch itself (`cuts_batches`). There, every call of the model adds the contents of its
   arguments (tensors, numbers, the key of dropout) and whether it is training to a digest, in order; the digests of a
-  group must be equal at the step.
+  group must be equal at the step. Stages of a pipeline are compared, too: there it is what the engine was given.
 
 All stay on the device, and nothing waits for it: `columns` travel in the step's one gather, and `check` is given what
 all ranks sent. So all ranks refuse together, and the error names the ranks that had the wrong input.
@@ -22,6 +22,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as tree
 
 from isograd.comm.consensus import all_gather_object
 from isograd.comm.fingerprint import fingerprint
@@ -113,17 +114,17 @@ class InputChecks:
                 del model._forward_pre_hooks[number]
                 model._forward_pre_hooks_with_kwargs.pop(number, None)
         # The ranks that must be given equal tensors.
-        self.peers = "cp tp" if getattr(model, "cuts_batches", False) else "tp"
-        if mesh.size(self.peers) > 1:
+        alike = ("pp", "cp", "tp") if getattr(model, "cuts_batches", False) else ("pp", "tp")
+        self.peers = " ".join(axis for axis in alike if mesh.size(axis) > 1) or "tp"
+        if mesh.size("pp") == 1 < mesh.size(self.peers):  # what a stage is called with, others passed on
             model.register_forward_pre_hook(self._called, with_kwargs=True)
         self.clear()
 
     @uncompiled
     @torch.no_grad()
-    def _add(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What a stage of a pipeline was passed by another stage is no input: under sp it differs between tp ranks."""
-        given = {name: value for name, value in kwargs.items() if "stage" not in kwargs or name != "passed"}
-        for place, value in enumerate(_leaves((args, given, model.training))):
+    def add(self, model: nn.Module, *given: Any) -> None:
+        """What the model is given, to the digest."""
+        for place, value in enumerate(_leaves((given, model.training))):
             if isinstance(value, Tensor):
                 content = fingerprint(value).to(self.mesh.device) + place
             else:  # written there: a copy would make the host wait
@@ -132,7 +133,7 @@ class InputChecks:
 
     def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._evaluating or torch.is_grad_enabled():
-            self._add(model, args, kwargs)
+            self.add(model, args, kwargs)
 
     def clear(self) -> None:
         """A new step begins."""
@@ -204,3 +205,5 @@ def _leaves(value: Any) -> Iterator[Tensor | Key | float | str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _leaves(item)
+    elif (parts := tree.tree_leaves(value)) and parts[0] is not value:
+        yield from _leaves(parts)

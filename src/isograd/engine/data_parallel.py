@@ -311,11 +311,7 @@ class DataParallel(nn.Module):
     def _gather_step_status(self, status: Status) -> step_status.StepStatus:
         """The gather of a reduction (engine/step_status.py)."""
         wrong = self._watch.problem(self.mesh) or self._window.problem(self.mesh)
-
-        def decide(table: step_status.StepStatus) -> None:
-            step_status.refuse_wrong(table, self.mesh)
-            validation.check_weights(table.more["plain"], table.more["weighed"], self.mesh)
-
+        decide = partial(step_status.refuse_wrong, mesh=self.mesh)
         columns = self._window.columns(self._steps.taken)
         return step_status.gather_step_status(self._step_state, status, wrong, columns, decide, self._drop)
 
@@ -332,7 +328,7 @@ class DataParallel(nn.Module):
         table = self._gather_step_status(Status.FINE)
         step_state.finish_reductions(flush=bool(table.pending.any()))
         weight = float(table.weight.sum())
-        by_rows, backwards = bool(table.more["plain"].any()), float(table.more["backwards"].max())
+        by_rows, backwards = bool(table.more["weights"][:, 0].any()), float(table.more["backwards"].max())
         scales = window.scales(weight, by_rows=by_rows, backwards=backwards)
         gather_gradients(step_state, {slot: share for slot, (share, _) in scales.items()})
         window.finish(table.used.any(0).tolist(), weight, scales)

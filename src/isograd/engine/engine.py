@@ -9,8 +9,7 @@ to the optimizer). What every rank must know to decide alike crosses the wire on
 then all ranks step, skip or refuse together, and what fails leaves nothing behind. engine/norm.py counts each element
 once, engine/zero.py steps. engine/naive.py is what all of this means, in twenty lines.
 
-`train_step` does a whole step under any layout. With a pipeline it is the only way: pipeline/run.py orders forwards and
-backwards, and hands each backward to the step state.
+`train_step` does a whole step under any layout, and is the only way with a pipeline, of which pipeline/run.py is told.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ from isograd.engine.stats import Stats
 from isograd.engine.step import State, StepState
 from isograd.engine.step_status import Status, StepStatus, StepTotals
 from isograd.engine.term_weights import on_host
-from isograd.engine.tree import tree_sum
 from isograd.engine.zero import Factory, ShardedOptimizer
 from isograd.engine.zero3.deferred_init import FirstValues
 from isograd.engine.zero3.param_group import Zero3Hooks
@@ -179,10 +177,11 @@ class Engine:
             with self.backward_context() as step_state:
                 step_state.backward_terms(loss)
             return
-        weight = validation.weight_of(weight, self.mesh, first=self.step_state.empty)
-        validation.check_mean("the loss", loss, weight, self.mesh)  # before the backward begins: nothing is left behind
+        count = validation.weight_of(weight, self.mesh, first=self.step_state.empty)
+        validation.check_mean("the loss", loss, count, self.mesh)  # before the backward begins: nothing is left behind
         with self.backward_context() as step_state:
-            step_state.backward_loss(loss, weight)
+            step_state.backward_loss(loss, count)
+            step_state.loss_sums.note(weight)
 
     def begin(self, /, **weights: float | Tensor) -> None:
         """Announce a step of several terms (`ig.Terms`): this rank's weight of each, over all backwards of the step.
@@ -269,6 +268,7 @@ class Engine:
             self.begin(**weights)
         if self.pipeline is not None:
             self.pipeline.refuse(micros)
+            self._inputs.add(self.model, batch)
             with self.backward_context() as step_state:
                 self.pipeline.train(micros, step_state)
             return
@@ -312,6 +312,7 @@ class Engine:
                 with abort_group_on_interrupt() if self.mesh.layers_wait else nullcontext():  # for this one's forward
                     self._check_lockstep("begins an evaluation")  # its forwards would pass for those of a step
                     results = pipeline.evaluate(micros) if pipeline else [batches.call(self.model, m) for m in micros]
+                    self._inputs.add(self.model, batch)  # of a pipeline; others' forwards have said the same
                 mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))
                 with abort_group_on_interrupt():
                     self._gather_step_status(Status.EVALUATES)
@@ -454,16 +455,15 @@ class Engine:
         wrong = wrong or self._watch.problem(self.mesh) or self._sharded_optimizer.problem(self.mesh) or grads
         self._check_lockstep("comes to engine.begin, step, grads or discard", status)
         if announces is None:
-            losses = step_state.loss_sums.losses
-            own = tree_sum(losses) if losses else torch.zeros((), dtype=torch.float64)
-            columns = term_weights.columns()
+            own, columns = step_state.loss_sums.loss(), term_weights.columns()
         else:
             own, columns = term_weights.message(announces)
         can = self._device_decision.possible(whole and status is Status.FINE and term_weights.expected is None)
-        more = {"inputs": self._inputs.columns(), "terms": columns, "device": can}
+        settings, more = self._sharded_optimizer.settings(self.mesh, self.clip, repr(self.loss_scale))
+        more |= {"inputs": self._inputs.columns(), "terms": columns, "device": can}
         return step_status.gather_step_status(
             step_state, status, wrong, more, partial(self._decide, status=status, whole=whole), self._drop, own,
-            self._sharded_optimizer.settings(self.clip, repr(self.loss_scale)), may_be_late=True,
+            settings, may_be_late=True,
         )  # fmt: skip
 
     def _decide(self, table: StepStatus, status: Status, whole: bool) -> None:

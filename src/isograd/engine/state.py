@@ -350,6 +350,7 @@ def take_numbers(engine: Engine, saved: Mapping[str, Any]) -> None:
             own = options[names[id(group["params"][0])]] if group["params"] else {}
             for key, value in own.items():
                 group[key] = _like(group.get(key), value)
+    engine._sharded_optimizer.know_groups()
     if engine.loss_scale and saved["loss_scale"]:
         engine.loss_scale.value = saved["loss_scale"]["value"]
         engine.loss_scale.good_steps = saved["loss_scale"]["good_steps"]

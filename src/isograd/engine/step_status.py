@@ -165,6 +165,7 @@ def gather(
 ) -> StepStatus:
     """A row of every rank: one message of a few numbers and bits, from host to host, on connections of its own."""
     mesh, sums = step_state.mesh, [step_state.loss_sums.weight, loss]
+    more = {"weights": step_state.loss_sums.columns(), **more}
     if status in (Status.FINE, Status.READS):  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
     behind = status is Status.DISCARDS and sys.exception() is None
@@ -287,12 +288,23 @@ def refuse_wrong(table: StepStatus, mesh: Mesh) -> None:
     peers = _first(groups, (losses - losses[:, :1]).abs() > SAME_LOSS * losses.abs().amax(1, keepdim=True))
     if peers:
         raise EngineError("IG547", where=mesh.describe_rank(), losses=table.loss[peers].tolist(), peers=peers)
+    kinds = table.more["weights"].tolist() if "weights" in table.more else []
+    without, given = ([rank for rank, found in enumerate(kinds) if found[kind]] for kind in range(2))
+    if without and given:
+        seen = f"losses without a weight on ranks {without}; with one on ranks {given}"
+        raise EngineError("IG535", seen=seen, where=mesh.describe_rank())
     groups = mesh.all_groups(STAGE)
     settings, synced_backwards = table.settings[groups], table.synced_backwards[groups]
     stage = _first(groups, settings != settings[:, :1])
     if stage:
         unlike = [rank for rank in stage if table.settings[rank] != table.settings[stage[0]]]
         raise EngineError("IG548", where=mesh.describe_rank(), unlike=unlike, first=stage[0])
+    known: dict[float, tuple[int, float]] = {}
+    for rank in mesh.all_groups("pp")[0].tolist() if "kinds" in table.more else ():  # ranks of a stage are alike
+        for kind, digest in table.more["kinds"][rank].view(-1, 2).tolist():
+            first, other = known.setdefault(kind, (rank, digest))
+            if digest != other:
+                raise EngineError("IG548", where=mesh.describe_rank(), unlike=[rank], first=first)
     stage = _first(groups, synced_backwards != synced_backwards[:, :1])
     if stage:
         seen = ", ".join(f"rank {rank}: {int(table.synced_backwards[rank])}" for rank in stage)

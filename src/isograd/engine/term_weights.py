@@ -239,6 +239,20 @@ class LossSums:
     weight: Tensor | float = 0.0
     losses: list[Tensor] = field(default_factory=list)  # weighted, one per backward
     synced_backwards: int = 0  # whose buckets left, which every owner must run equally often
+    kinds: set[str] = field(default_factory=set)  # "weighed", "plain": of losses with a weight, without
+
+    def loss(self) -> Tensor:
+        """This rank's sum."""
+        return tree_sum(self.losses) if self.losses else torch.zeros((), dtype=torch.float64)
+
+    def note(self, weight: Tensor | float | None) -> None:
+        """What the caller gave a loss; a zero, which takes it out, goes with losses of both kinds."""
+        if weight is None or (isinstance(weight, Tensor) and weight.device.type != "cpu") or weight != 0:
+            self.kinds.add("plain" if weight is None else "weighed")
+
+    def columns(self) -> Tensor:
+        """For the gather of the step: whether there are losses without a weight, and with one."""
+        return torch.tensor(["plain" in self.kinds, "weighed" in self.kinds], dtype=torch.float64)
 
 
 # -- numbers

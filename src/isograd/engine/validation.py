@@ -340,14 +340,6 @@ def check_devices(devices: Sequence[Any] | None, output: Any, home: torch.device
         raise EngineError("IG534", where=mesh.describe_rank(), devices=devices, output=output, home=home)
 
 
-def check_weights(plain: Tensor, weighed: Tensor, mesh: Mesh) -> None:
-    """For each rank, whether some of its backwards were not weighed, and whether some were."""
-    if plain.any() and weighed.any():
-        without, given = plain.nonzero().flatten().tolist(), weighed.nonzero().flatten().tolist()
-        seen = f"ranks without model.weigh: {without}; with it: {given}"
-        raise EngineError("IG535", seen=seen, where=mesh.describe_rank())
-
-
 class Watch:
     """Notices that the model is no longer the one the engine was made with."""
 

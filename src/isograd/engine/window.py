@@ -106,9 +106,9 @@ class Window:
 
     def columns(self, steps: int) -> dict[str, Tensor]:
         """What the other ranks must know, for the gather of a reduction. `steps`: that optimizers have taken."""
-        known = {"weighed": self.reduced.weighed, "plain": self.reduced.plain, "backwards": self.now.backwards}
-        known["steps"] = steps
-        return {name: torch.tensor([number], dtype=torch.float64) for name, number in known.items()}
+        weights = self.reduced.plain, self.reduced.weighed
+        known = {"weights": weights, "backwards": (self.now.backwards,), "steps": (steps,)}
+        return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in known.items()}
 
     def problem(self, mesh: Mesh) -> EngineError | None:
         """What this rank alone can see is wrong."""

@@ -94,6 +94,10 @@ def _plain(value: object) -> object:
     return value if isinstance(value, int | float | str) else None
 
 
+def _settings(group: Mapping[str, Any]) -> str:
+    return repr({name: _plain(value) for name, value in group.items() if name not in ("params", "param_names")})
+
+
 def _take(targets: Sequence[Tensor], masters: Sequence[nn.Parameter]) -> None:
     """Of half-precision tensors and their masters, which lie in one place: what was edited."""
     if masters[0].device.type == "cpu":
@@ -113,6 +117,7 @@ def _take(targets: Sequence[Tensor], masters: Sequence[nn.Parameter]) -> None:
 
 
 Factory = Callable[[Shards], torch.optim.Optimizer]
+KINDS = 8  # of parameter groups that stages of a pipeline compare at most
 GATHERS_AT_ONCE = 3  # buckets whose rows are under way to all ranks
 DIVIDES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # whose fused steps take `grad_scale`, `found_inf`
 SCALES = 2.0**-100, 2.0**100  # between which the reciprocal is a usual number of fp32
@@ -167,6 +172,7 @@ class ShardedOptimizer:
         self._members = dict.fromkeys([self.optimizer, *muon.members(self.optimizer)])
         for one in self._members:
             one.register_step_pre_hook(self._refuse_by_hand)
+        self.know_groups()
 
     def problem(self, mesh: Mesh) -> EngineError | None:
         """The error if a hook of the program's would take rows for whole gradients, or a group was added."""
@@ -283,11 +289,22 @@ class ShardedOptimizer:
         moves = self.offload or self.average is not None or bool(self.across.slots) or any(hooks)
         return not moves and self._divides(1.0) and all(map(_has_state, muon.members(self.optimizer)))
 
-    def settings(self, *more: object) -> int:
+    def know_groups(self) -> None:
+        """Stages of a pipeline have other parameters, and perhaps other groups: those that are set alike now, at the
+        start or behind a checkpoint, must be set alike in every step."""
+        self._kinds = [crc32(_settings(group).encode()) for group in self.optimizer.param_groups]
+
+    def settings(self, mesh: Mesh, *more: object) -> tuple[int, dict[str, Tensor]]:
         """A digest of the numbers that each parameter group is set to, and of `more`, which all ranks of a stage have
-        in common."""
-        plain = [{n: _plain(v) for n, v in group.items() if n != "params"} for group in self.optimizer.param_groups]
-        return crc32(repr((plain, *map(_plain, more))).encode())
+        in common. Under pp also columns of (kind, digest) for groups of each kind, and for `more`; 0: no such kind."""
+        now: dict[int, set[str]] = {1: {repr([*map(_plain, more)])}}
+        groups = [_settings(group) for group in self.optimizer.param_groups]
+        for kind, group in zip(self._kinds, groups, strict=False):
+            now.setdefault(kind, set()).add(group)
+        pairs = [number for kind in sorted(now) for number in (kind, crc32(repr(sorted(now[kind])).encode()))]
+        columns = torch.tensor([*pairs, *[0] * 2 * KINDS][: 2 * KINDS], dtype=torch.float64)
+        whole = crc32(repr((groups, *map(_plain, more))).encode())
+        return whole, {"kinds": columns} if mesh.size("pp") > 1 else {}
 
     @torch.no_grad()
     def take_edits(self) -> None:

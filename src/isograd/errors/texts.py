@@ -176,8 +176,8 @@ IG800: the schedule {name!r} cannot run
 IG801: stage {stage} must pass on a tensor or a tuple of tensors
   expected: what the next stage takes; only the last stage returns (loss, weight)
 IG804: pipeline ranks were given different batches
-  seen:     {count} micro-batches here, unlike those of ranks {unlike} in number, shape or contents
-  expected: the same micro-batches on every rank of the pp axis
+  seen:     {count} micro-batches {does} here, unlike those of ranks {unlike} in number, shape or use
+  expected: the same call with the same micro-batches on every rank of the pp axis
   fix:      index the data by mesh.index('dp'), not by the global rank
 IG805: another stage of the pipeline ended in the middle of a step
   expected: every stage to reach the end of the schedule

@@ -129,7 +129,7 @@ IG534: device_ids or output_device name another device than the module's
   expected: nothing, or the one device that the module lies on
   fix:      module.to(device) first, and one process for each device
 IG535: some losses of a step have a weight, and some have none
-  expected: a weight for each loss, or for none: model.weigh(loss, count) before each backward, or before none
+  expected: a weight for each loss, or for none, on all ranks: engine.backward(loss, weight=n), or model.weigh(loss, n)
   fix:      give each its weight; 0 for a batch in which nothing counts
 IG536: weigh needs the loss that it weighs
   expected: loss = model.weigh(loss, count); loss.backward()
@@ -166,8 +166,10 @@ IG547: ranks of one tp group have different losses of one batch
   fix:      scale, mask or add to the loss alike on all ranks of a tp group
 IG548: the optimizers of ranks that train one model are set differently
   seen:     lr, decay or another number of a group, clip or the loss scale on ranks {unlike} is not that of rank {first}
-  expected: equal groups on all ranks, which step copies or rows of the same parameters
-  fix:      drive schedules by what all ranks share: stats.loss of engine.step(), not a rank's own loss
+  expected: equal groups on all ranks, which step copies or rows of the same parameters; on pp ranks, equal settings of
+            groups that the optimizer was made with alike
+  fix:      drive schedules by what all ranks share: stats.loss of engine.step(), not a rank's own loss; give groups of
+            other schedules a "name" each
 IG549: a loss counts by its rows, and they are not known
   seen:     a backward of a loss that no output of model(...) is a part of, without weigh
   expected: the loss of what model(...) returned, not model.module or a method of it

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from torch.utils import _pytree as tree
 
 from isograd.comm import world
-from isograd.comm.fingerprint import fingerprint, ranks_unlike
+from isograd.comm.fingerprint import ranks_unlike
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.errors import CommError, PipelineError, headline
@@ -97,7 +97,6 @@ class Pipeline:
         self.last = self.layout.pp * self.layout.vpp - 1
         self.timeline: list[Timed] = []  # of the latest step, without the time spent waiting for others
         self._known: Known = {}
-        self._compared = False
 
     def train(self, micros: Sequence[Any], autograd: Autograd) -> None:
         """Forward and backward of every micro-batch, which `refuse` has passed."""
@@ -110,7 +109,7 @@ class Pipeline:
         layout = self.layout
         whole = build("gpipe", layout.pp, layout.vpp, len(micros))
         forwards = tuple(tuple(a for a in order if a.kind == "F") for order in whole.orders)
-        self.refuse(micros)
+        self.refuse(micros, trains=False)
         schedule = Schedule("forward", layout.pp, layout.vpp, len(micros), forwards)
         # Evaluating needs no gradients, so what stages pass on has another form than in training.
         with torch.no_grad():
@@ -127,19 +126,14 @@ class Pipeline:
         self.timeline = step.timeline
         return step.losses
 
-    def refuse(self, micros: Sequence[Any]) -> None:
-        """Before `train`, on all pp ranks of a column: they were given the same micro-batches (contents are compared
-        once, shapes always), and each can run on all stages."""
-        shapes = torch.tensor([hash(tuple(map(shapes_of, micros))) >> 1, len(micros)])
-        whole = torch.zeros((), dtype=torch.int64)
-        if not self._compared:
-            tensors = (t for micro in micros for t in tree.tree_leaves(micro) if isinstance(t, Tensor))
-            for number, tensor in enumerate(tensors):
-                whole = whole + fingerprint(tensor).cpu() * (2 * number + 1)
-            self._compared = True
-        unlike = ranks_unlike(torch.cat((shapes, whole[None])), self.mesh.host_group("pp"))
+    def refuse(self, micros: Sequence[Any], trains: bool = True) -> None:
+        """Before `train`, on all pp ranks of a column: all train, on micro-batches of the same shapes (contents are
+        compared at the step: core/input_checks.py), and each can run on all stages."""
+        shapes = torch.tensor([hash(tuple(map(shapes_of, micros))) >> 1, len(micros), trains])
+        unlike = ranks_unlike(shapes, self.mesh.host_group("pp"))
         if unlike:
-            raise PipelineError("IG804", where=self.mesh.describe_rank(), count=len(micros), unlike=unlike)
+            does = "to train on" if trains else "to evaluate"
+            raise PipelineError("IG804", where=self.mesh.describe_rank(), count=len(micros), does=does, unlike=unlike)
         for micro in micros:
             self._refuse(micro)
 
