@@ -97,7 +97,7 @@ class Engine:
         accept_weights: train weights in which an earlier Engine's optimizer has left half a step (IG559), as they are.
         """
         validation.refuse_wrapped(model, mesh)
-        validation.detach_previous_engine(model)
+        validation.detach_previous_engine(model, mesh)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
         self.pipeline = validation.pipeline_of(model, mesh, reproducible)
         self.table = contracts(model, mesh)
