@@ -442,6 +442,7 @@ class Engine:
     def _gather_step_status(
         self,
         status: Status,
+        look: str = "",
         *,
         whole: bool = False,
         announces: Mapping[str, float] | None = None,
@@ -463,7 +464,7 @@ class Engine:
         more = {"inputs": self._inputs.columns(), "terms": columns, "device": can}
         return step_status.gather_step_status(
             step_state, status, wrong, more, partial(self._decide, status=status, whole=whole), self._drop, own,
-            self._sharded_optimizer.settings(self.clip, repr(self.loss_scale)), may_be_late=True,
+            self._sharded_optimizer.settings(self.clip, repr(self.loss_scale)), look=look, may_be_late=True,
         )  # fmt: skip
 
     def _decide(self, table: StepStatus, status: Status, whole: bool) -> None:
