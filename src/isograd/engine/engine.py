@@ -133,7 +133,7 @@ class Engine:
             widest=widest,
         )
         cut = muon.TensorParallelMuon(self.plan.slots, mesh, owners, stage)
-        self._sharded_optimizer = ShardedOptimizer(self.plan, stage, optimizer, self._units, offload, cut, elementwise)
+        self._sharded_optimizer = ShardedOptimizer(self.plan, mesh, optimizer, self._units, offload, cut, elementwise)
         self.step_state.withhold_masters(self._sharded_optimizer.masters)
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local, self._sync = overlap, accumulate == "local", True
