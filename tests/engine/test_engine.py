@@ -247,6 +247,34 @@ def test_gradients_are_a_mapping_by_name_until_the_step_ends(worlds, layout: str
             assert float((gradient - expected).norm()) <= 1e-12 * float(expected.norm()), name
 
 
+def looked_up_unlike(layout: str, name: str) -> list[str]:
+    """Rank 0 looks up `out.bias`, the other one `name` ("": it asks for all again), and all train on."""
+    mesh, model = Mesh(layout), toys.Toy()
+    engine, said = Engine(model, mesh, toys.sgd), list[str]()
+    for step in range(2):
+        x, y = toys.micro_batch(0, 2 * mesh.rank)
+        engine.backward(toys.loss_of(model, x, y), weight=len(x))
+        try:
+            grads = engine.grads()
+            if step == 0 and mesh.rank == 1 and not name:
+                engine.grads()
+            grads[name if step == 0 and mesh.rank == 1 else "out.bias"]
+            engine.step()
+            said.append("stepped")
+        except EngineError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("name", ["gain", "first.weight", ""])
+@pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "dp2 zero3"])
+def test_unlike_names_on_the_ranks_are_refused_with_them(threads, layout: str, name: str) -> None:
+    """Of one shape: a mixture of both gradients, without a word. Of two shapes: gloo aborted the process."""
+    for refused, after in threads(2).run(looked_up_unlike, layout, name):
+        assert refused.startswith("IG555") and "0: 'out.bias'" in refused and f"1: {name!r}" in refused, refused
+        assert after == "stepped"
+
+
 def compiled(layout: str, compile_it: bool) -> dict[str, Tensor]:
     mesh, model = Mesh(layout), toys.Toy()
     engine = Engine(model, mesh, toys.sgd)

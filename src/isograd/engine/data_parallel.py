@@ -105,7 +105,7 @@ class DataParallel(nn.Module):
         self.mesh = mesh = Mesh(f"dp{world.world()[1]}")
         validation.refuse_options({k: v for k, v in options.items() if k not in HARMLESS}, ONLY, mesh)
         validation.refuse_wrapped(module, mesh)
-        validation.detach_previous_engine(module)
+        validation.detach_previous_engine(module, mesh)
         self.module, self.broadcast_buffers = module, broadcast_buffers
         table = contracts(module, mesh)
         validation.refuse_cut(table, mesh)

@@ -95,7 +95,7 @@ class Engine:
         accept_weights: train weights in which an earlier Engine's optimizer has left half a step (IG559), as they are.
         """
         validation.refuse_wrapped(model, mesh)
-        validation.detach_previous_engine(model)
+        validation.detach_previous_engine(model, mesh)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
         self.pipeline = validation.pipeline_of(model, mesh, reproducible)
         self.table = contracts(model, mesh)
@@ -131,7 +131,7 @@ class Engine:
             widest=widest,
         )
         cut = muon.TensorParallelMuon(self.plan.slots, mesh, owners, stage)
-        self._sharded_optimizer = ShardedOptimizer(self.plan, stage, optimizer, self._units, offload, cut, elementwise)
+        self._sharded_optimizer = ShardedOptimizer(self.plan, mesh, optimizer, self._units, offload, cut, elementwise)
         self.step_state.withhold_masters(self._sharded_optimizer.masters)
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local, self._sync = overlap, accumulate == "local", True
@@ -169,8 +169,9 @@ class Engine:
         announced by `begin`. Without that, the step has this one backward.
         """
         if self.pipeline is not None:  # the model lives on several ranks
-            seen = f"backward under {str(self.mesh.layout)!r}"
-            raise EngineError("IG521", seen=seen, where=self.mesh.describe_rank())
+            raise EngineError("IG521", seen=f"backward under {self.mesh.layout}", where=self.mesh.describe_rank())
+        if self.step_state.calls >= (self.step_state.most_calls or 8):  # more than a step has, or a first one may have
+            self._refuse_failed()  # this rank is in its next step, and the others wait for it in the failed one
         if isinstance(loss, Terms):
             self.step_state.term_weights.check(loss)  # before the backward begins: nothing is left behind
             self.begin_single_backward(**{name: term.weight for name, term in loss.items()})
@@ -443,6 +444,7 @@ class Engine:
     def _gather_step_status(
         self,
         status: Status,
+        look: str = "",
         *,
         whole: bool = False,
         announces: Mapping[str, float] | None = None,
@@ -463,7 +465,7 @@ class Engine:
         more |= {"inputs": self._inputs.columns(), "terms": columns, "device": can}
         return step_status.gather_step_status(
             step_state, status, wrong, more, partial(self._decide, status=status, whole=whole), self._drop, own,
-            settings, may_be_late=True,
+            settings, look=look, may_be_late=True,
         )  # fmt: skip
 
     def _decide(self, table: StepStatus, status: Status, whole: bool) -> None:

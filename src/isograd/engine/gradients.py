@@ -27,8 +27,10 @@ class Gradients(Mapping[str, Tensor]):
     Looking one up is a collective, and nothing is kept: all ranks look up the same names in the same order, or iterate
     `items()`, one at a time. Good until the step ends."""
 
-    def __init__(self, plan: Plan, step_state: StepState, mesh: Mesh, scale: float, meet: Callable[[], object]) -> None:
-        """meet: all ranks together, raises where one of them has left the step, or does something else."""
+    def __init__(
+        self, plan: Plan, step_state: StepState, mesh: Mesh, scale: float, meet: Callable[[str], object]
+    ) -> None:
+        """meet: all ranks together, raises where one of them has left the step, or looks at something else."""
         self._step_state, self._mesh, self._scale, self._meet = step_state, mesh, scale, meet
         self._step = step_state.ended
         self._slots = {slot.name: slot for slot in plan.slots}
@@ -52,7 +54,7 @@ class Gradients(Mapping[str, Tensor]):
         source, mesh = self._sources[name], self._mesh
         if self._step_state.ended != self._step:
             raise EngineError("IG584", seen=f"a look at {name!r}", where=mesh.describe_rank())
-        self._meet()
+        self._meet(name)
         if mesh.index("pp") == source:
             slot = self._slots[name]
             part = torch.zeros_like(slot.parameter, dtype=slot.dtype)

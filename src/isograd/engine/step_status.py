@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ class StepStatus:
     status: Tensor
     synced_backwards: Tensor
     settings: Tensor  # a digest of what the optimizer's groups are set to
-    behind: Tensor  # 1: discards, and handles no exception
+    note: Tensor  # of a rank that discards, 1: it handles no exception; that looks at a gradient: a digest of the name
     more: Mapping[str, Tensor]  # [ranks, columns] of what the caller sent under this name
     used: Tensor  # bool [ranks, parameters]; stages of a pipeline have different ones
     late: Late | None = None  # what of this is zeros here, as it lies on cards
@@ -110,22 +111,25 @@ def gather_step_status(
     loss: Tensor | float = 0.0,
     settings: int = 0,
     *,
+    look: str = "",
     may_be_late: bool = False,
 ) -> StepStatus:
     """The gather of a step, and what all ranks do about it. Where any rank failed, discards or was given wrong input,
     the step is dropped on all ranks; all but those that discard raise.
 
     wrong: found on this rank alone. decide: refuses, alike on all ranks, what else is wrong with a step that no rank
-    has failed in. may_be_late: the caller completes and decides a table that has a part on cards.
+    has failed in. look: the name of the gradient that is looked up. may_be_late: the caller completes and decides a
+    table that has a part on cards.
     """
     problem = step_state.optimizer_inconsistent or (step_state.failure if wrong is None else str(wrong).splitlines()[0])
     if step_state.optimizer_inconsistent and status not in (Status.DISCARDS, Status.OPENS):
         status = Status.INCONSISTENT
     elif problem is not None and status not in (Status.DISCARDS, *TOGETHER):
         status = Status.FAILED
-    table = gather(step_state, status, loss, settings, more)
+    note = crc32(look.encode()) if look else status is Status.DISCARDS and sys.exception() is None
+    table = gather(step_state, status, loss, settings, note, more)
     discard = table.ranks(Status.DISCARDS)
-    if discard and status is not Status.DISCARDS and any(table.behind[discard].tolist()):
+    if discard and status is not Status.DISCARDS and any(table.note[discard].tolist()):
         step_state.left_by_others.add(step_state.ended + 1)
     gave_up = table.ranks(Status.FAILED) + discard
     closes = step_state.mesh.on_cards and step_state.mesh.layers_wait and 0 < len(gave_up) < len(table.status)
@@ -136,6 +140,11 @@ def gather_step_status(
     with refusing(step_state, drop, wrong):
         refuse_parted(table, step_state)
         refuse_failed(table, step_state, problem, status is Status.DISCARDS)
+        if status is Status.READS and bool((table.note != table.note[0]).any()):
+            looks = dict(enumerate(all_gather_object(look, step_state.mesh)))
+            seen = f"names that are looked up, by rank ('': engine.grads() itself): {looks}"
+            does = f"look at the gradient of {max(looks.values())!r}"
+            raise EngineError("IG555", seen=seen, where=step_state.mesh.describe_rank(), does=does, found=looks)
         if table.late is not None and not may_be_late:
             world = step_state.mesh.group("world")
             table = table.late.complete(raw.to_host(torch.stack(raw.gather_list(table.late.mine, world))))
@@ -161,15 +170,19 @@ def refusing(step_state: StepState, drop: Callable[[], None], wrong: EngineError
 
 
 def gather(
-    step_state: StepState, status: Status, loss: Tensor | float, settings: int, more: Mapping[str, Tensor]
+    step_state: StepState,
+    status: Status,
+    loss: Tensor | float,
+    settings: int,
+    note: float,
+    more: Mapping[str, Tensor],
 ) -> StepStatus:
     """A row of every rank: one message of a few numbers and bits, from host to host, on connections of its own."""
     mesh, sums = step_state.mesh, [step_state.loss_sums.weight, loss]
     more = {"weights": step_state.loss_sums.columns(), **more}
     if status in (Status.FINE, Status.READS):  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
-    behind = status is Status.DISCARDS and sys.exception() is None
-    numbers = [step_state.pending(), status, step_state.loss_sums.synced_backwards, settings, behind]
+    numbers = [step_state.pending(), status, step_state.loss_sums.synced_backwards, settings, note]
     known = torch.tensor(list(map(float, numbers)), dtype=torch.float64)
     used = packed([slot in step_state.used for slot in step_state.plan.slots], step_state.widest)
     heads = [torch.as_tensor(number, dtype=torch.float64).reshape(1) for number in sums]
@@ -180,9 +193,9 @@ def gather(
 
     def table(late: Late | None) -> StepStatus:
         weights, losses, numbers, used, *columns = rows.split(sizes, dim=1)
-        pending, states, synced_backwards, digests, behind = numbers.T
+        pending, states, synced_backwards, digests, notes = numbers.T
         return StepStatus(
-            weights[:, 0], losses[:, 0], pending, states, synced_backwards, digests, behind,
+            weights[:, 0], losses[:, 0], pending, states, synced_backwards, digests, notes,
             dict(zip(more, columns, strict=True)), unpacked(used, step_state.widest), late,
         )  # fmt: skip
 

@@ -112,9 +112,15 @@ def most_trained(table: ContractTable, mesh: Mesh) -> int:
     return max(counts)
 
 
-def detach_previous_engine(model: nn.Module) -> None:
+def detach_previous_engine(model: nn.Module, mesh: Mesh) -> None:
     """A step that the holder before has left in the middle is dropped: what it shows in `.grad` is a stand-in, or one
-    rank's own sum. An engine of stage 3 keeps shards only: the next one of the model starts from whole parameters."""
+    rank's own sum, and what any rank has sent of it lands first, or it would meet the messages of the next holder.
+    An engine of stage 3 keeps shards only: the next one of the model starts from whole parameters."""
+    found = [getattr(getattr(p, "_isograd_hooks", None), "holder", None) for p in model.parameters()]
+    holders = [h for h in dict.fromkeys(found) if h is not None and h.status_group.transport is not None]
+    if any(all_gather_object(any(holder.reducer.sent for holder in holders), mesh)):
+        for holder in holders:
+            holder.abandon()
     for parameter in model.parameters():
         if isinstance(parameter.grad, GradPlaceholder) or getattr(parameter.grad, OWN_SUM, False):
             parameter.grad = None

@@ -118,6 +118,7 @@ def _take(targets: Sequence[Tensor], masters: Sequence[nn.Parameter]) -> None:
 
 Factory = Callable[[Shards], torch.optim.Optimizer]
 KINDS = 8  # of parameter groups that stages of a pipeline compare at most
+PART = "isograd_part"  # of a state_dict: whose part of the optimizer's state it is
 GATHERS_AT_ONCE = 3  # buckets whose rows are under way to all ranks
 DIVIDES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # whose fused steps take `grad_scale`, `found_inf`
 SCALES = 2.0**-100, 2.0**100  # between which the reciprocal is a usual number of fp32
@@ -138,7 +139,7 @@ class ShardedOptimizer:
     def __init__(
         self,
         plan: Plan,
-        stage: int,
+        mesh: Mesh,
         factory: Factory,
         units: Zero3Hooks | None,
         offload: bool,
@@ -147,6 +148,7 @@ class ShardedOptimizer:
     ) -> None:
         """offload: masters and the optimizer's state lie, and step, in the host's memory. across: the matrices that
         tp cuts and that are stepped uncut. elementwise: the user says so of an optimizer that is not torch's."""
+        stage = mesh.layout.zero
         self.plan, self.stage, self.units, self.offload, self.across = plan, stage, units, offload, across
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
         pairs = [(slot, self.masters[slot.name], self._target(slot)) for slot in plan.slots if slot not in across]
@@ -173,6 +175,36 @@ class ShardedOptimizer:
         for one in self._members:
             one.register_step_pre_hook(self._refuse_by_hand)
         self.know_groups()
+        self._part = self._part_of(mesh)
+        self.optimizer.register_state_dict_post_hook(self._mark_state)
+        self.optimizer.register_load_state_dict_pre_hook(self._refuse_state)
+
+    def _part_of(self, mesh: Mesh) -> tuple[int, str]:
+        """Of the optimizer's state, what this rank has: a digest, 0 where that is all of it, and in words."""
+        owned = [(self.masters[slot.name].shape, slot.owner if self.stage else 0) for slot in self.plan.slots]
+        parts = mesh.index("pp"), owned, [slot.contract.local(mesh) for slot in self.plan.slots]
+        cut = any(s.contract.shards or (self.stage and s.owners.size > 1) for s in self.plan.slots)
+        digest = crc32(repr(parts).encode()) if cut or mesh.size("pp") > 1 else 0
+        return digest, f"{mesh.describe_rank()} under {str(mesh.layout)!r}"
+
+    def _mark_state(self, _: object, state: dict[str, Any]) -> None:
+        if self._part[0]:
+            state[PART] = self._part
+
+    def _refuse_state(self, _: object, state: dict[str, Any]) -> None:
+        """Before anything is loaded: another rank's part, perhaps of equal shapes, or a state of whole parameters."""
+        saved, seen = state.get(PART, self._part), ""
+        if saved[0] != self._part[0]:
+            seen = f"that of {saved[1]}"
+        elif self._part[0] and PART not in state:
+            numbers = [number for group in state["param_groups"] for number in group["params"]]
+            mine = [p.shape for group in self.optimizer.param_groups for p in group["params"]]
+            for number, shape in zip(numbers, mine, strict=False):
+                for name, value in state["state"].get(number, {}).items():
+                    if isinstance(value, Tensor) and value.dim() == len(shape) > 0 and value.shape != shape:
+                        seen = seen or f"{name} {list(value.shape)} for {list(shape)}, of parameter {number}"
+        if seen:
+            raise EngineError("IG585", seen=seen, where=self._part[1])
 
     def problem(self, mesh: Mesh) -> EngineError | None:
         """The error if a hook of the program's would take rows for whole gradients, or a group was added."""

@@ -272,4 +272,7 @@ IG583: what a rank keeps has changed between two steps
 IG584: these gradients are of a step that has ended
   expected: engine.grads() after the last backward, read before engine.step() or engine.discard()
   fix:      look them up before; a clone of one may be kept
+IG585: engine.optimizer.load_state_dict was given a state that is not this rank's part
+  expected: what engine.optimizer.state_dict() has returned on this rank under this layout: its rows, in its own file
+  fix:      CheckpointManager(folder, engine): its save and load take all ranks' rows, under any layout
 """
