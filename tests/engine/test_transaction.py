@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -174,35 +173,6 @@ def further_backwards() -> None:
 def test_backwards_after_a_failure_on_another_rank_do_not_wait_for_ever(worlds) -> None:
     """Found by attack: rank 0 waited in its third backward for buckets of rank 1, which waited in its step."""
     worlds(2).run(further_backwards, timeout=60)
-
-
-def goes_on(zero: int, at: int) -> list[str]:
-    """Rank 1's backward fails in step `at`; its loop catches that and goes on with the next batch, without discard."""
-    rank, _ = world.world()
-    model, engine = engine_of(zero)
-    said, began = list[str](), time.monotonic()
-    for step in range(at + 12 if rank else at + 2):
-        try:
-            with toys.Failing(model, 5) if rank and step == at else nullcontext():
-                one_backward(model, engine)
-            engine.step()
-            said.append("")
-        except (ZeroDivisionError, EngineError) as error:
-            said.append(str(error))
-            if str(error).startswith("IG550") and "on all ranks: rank 1 failed" in str(error):
-                break
-    assert time.monotonic() - began < 10
-    return said
-
-
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("zero", [0, 1])  # at 3 ranks meet in their backwards
-def test_a_rank_that_goes_on_after_a_failed_backward_ends_the_wait_of_the_others(threads, zero: int, at: int) -> None:
-    """Rank 0 waited in its step for ever, while rank 1 was refused batch after batch."""
-    first, second = threads(2).run(goes_on, zero, at)
-    assert first[:at] == second[:at] == [""] * at
-    assert first[at].startswith("IG550") and "rank 1" in first[at] and first[at + 1 :] == [""] * len(first[at + 1 :])
-    assert second[-1].startswith("IG550") and len(second) - at == (2 if at else 9), second
 
 
 def raised_between() -> None:

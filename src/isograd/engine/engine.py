@@ -169,9 +169,8 @@ class Engine:
         announced by `begin`. Without that, the step has this one backward.
         """
         if self.pipeline is not None:  # the model lives on several ranks
-            raise EngineError("IG521", seen=f"backward under {self.mesh.layout}", where=self.mesh.describe_rank())
-        if self.step_state.calls >= (self.step_state.most_calls or 8):  # more than a step has, or a first one may have
-            self._refuse_failed()  # this rank is in its next step, and the others wait for it in the failed one
+            seen = f"backward under {str(self.mesh.layout)!r}"
+            raise EngineError("IG521", seen=seen, where=self.mesh.describe_rank())
         if isinstance(loss, Terms):
             self.step_state.term_weights.check(loss)  # before the backward begins: nothing is left behind
             self.begin_single_backward(**{name: term.weight for name, term in loss.items()})

@@ -106,7 +106,7 @@ class StepState:
         self.taken_over: list[str] = []  # where Engines were made that have taken parameters over
         self.loss_sums = LossSums()
         self.term_weights = TermWeights(mesh)  # of the terms of a step that has several
-        self.ended = self.calls = self.most_calls = 0  # steps that are over; calls of `begin`: now, in the longest step
+        self.ended = 0  # steps that were taken or dropped
         self.left_by_others: set[int] = set()  # values of `ended` behind steps that others discard, in no handler
         self._versions: dict[int, int] = {}  # of parameters (ids), as an optimizer has left them
         self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
@@ -282,7 +282,6 @@ class StepState:
 
     def begin(self, reduce_when: ReduceWhen) -> None:
         """For a front whose backward is run by others; else `backward`."""
-        self.calls += 1
         self.must_be(State.OPEN, State.REDUCED)
         if (error := self.problem_in_grads()) is not None:
             self.fail(error)
@@ -456,8 +455,7 @@ class StepState:
         self._forget()
         self.loss_sums, self.term_weights = LossSums(), self.term_weights.next_step()
         self.used.clear()
-        self.most_calls = max(self.most_calls, self.calls if self.state is State.REDUCED else 0)
-        self.state, self.failure, self.ended, self.calls = State.OPEN, None, self.ended + 1, 0
+        self.state, self.failure, self.ended = State.OPEN, None, self.ended + 1
 
     def abandon(self) -> None:
         """All ranks together: drop the step. What is on its way lands first, and nothing of it is kept."""
@@ -472,6 +470,8 @@ class StepState:
         self._tree = Tree()
         for gradients in (self.local, self.final_shards, self.full):
             gradients.clear()
+
+    # -- a step that was dropped already
 
     def mark_discarded(self, error: BaseException | None = None) -> None:
         """All ranks have just dropped a step, in their one gather: the rank that failed called `discard` there, and the
