@@ -176,7 +176,7 @@ def preflight(wait_s: float) -> tuple[Preflight, SharedNotes]:
     joins = all(well) and all(one.address for one in facts)
     joined, bytes_per_s = _join(rank, notes.size, wait_s) if joins else (None, 0.0)
     mine = {"broken": [asdict(link) for link in broken], "joined": joined, "bytes_per_s": bytes_per_s}
-    lost = {"broken": [], "joined": "no answer", "bytes_per_s": 0.0}
+    lost: dict[str, Any] = {"broken": [], "joined": "no answer", "bytes_per_s": 0.0}
     every = [one or lost for one in notes.gather("found", mine, 3.0)]
     unjoined = {other: one["joined"] for other, one in enumerate(every) if one["joined"]}
     links = [RankLink(**link) for one in every for link in one["broken"]]
