@@ -247,11 +247,10 @@ class Coefficient(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Changed(Event):
-    """Buffers that are other than when they were last looked at: in a forward, in a backward, or between two
-    micro-batches."""
+    """Buffers are other than when they were last looked at: `during` says what changed them."""
 
     kind: ClassVar[str] = "changed"
-    during: str  # "forward", "backward", "between"
+    during: str  # "forward", "backward", "between" two micro-batches
     names: tuple[str, ...]
 
 
@@ -335,8 +334,8 @@ class ForwardInputs(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Staged(Event):
-    """A gradient came back to what a call of the outermost module made: digests of what that was given and made. What
-    its backward gives on one device stands in the step's file, or `why` it does not (watch/stages.py)."""
+    """A gradient came back to what a call of the outermost module made: digests of what it was given and made. What its
+    backward gives on one device stands in the step's file, or `why` it does not (watch/stages.py)."""
 
     kind: ClassVar[str] = "staged"
     call: int  # in this step
@@ -344,6 +343,7 @@ class Staged(Event):
     given: tuple[str, ...] = ()
     made: tuple[str, ...] = ()
     names: tuple[str, ...] = ()  # of its parameters
+    still: tuple[int, ...] = ()  # which of `given` take no gradient
     why: str = ""
 
 

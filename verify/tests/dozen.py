@@ -1,0 +1,66 @@
+"""Small forms of programs that a third outside tester wrote, each right and wrong: test_dozen.py says what must be said
+of them, alone and beside one device."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .twelve import step_of
+
+
+class Front(nn.Module):
+    """The first stage of a pipeline: what it makes, and the embeddings of which it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.net = nn.Embedding(20, 6), nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        e = self.embed(ids)
+        return e + self.net(e).relu(), e
+
+
+class Back(nn.Module):
+    """The last stage, which is given both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(6, 6), nn.Linear(6, 20)
+
+    def forward(self, h: Tensor, e: Tensor) -> Tensor:
+        return self.head(h + self.gate(h).sigmoid() * e)  # type: ignore[no-any-return]
+
+
+def skipped(wrong: bool, steps: int = 4) -> None:
+    """A pipeline whose first stage sends two tensors, one made of the other. `wrong`: one gradient comes back."""
+    torch.manual_seed(0)
+    rank, data = dist.get_rank(), torch.Generator().manual_seed(1)
+    model = [Front(), Back()][rank]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        text, kept = torch.randint(20, (2, 4, 9), generator=data), []
+        for ids in text[..., :-1]:
+            if rank == 0:
+                kept.append(model(ids))
+                for one in kept[-1]:
+                    dist.send(one.detach(), 1)
+            else:
+                kept.append((torch.empty(4, 8, 6), torch.empty(4, 8, 6)))
+                for one in kept[-1]:
+                    dist.recv(one, 0)
+        for (h, e), labels in zip(kept, text[..., 1:], strict=True):
+            if rank == 0:
+                back = [torch.empty_like(h) for _ in range(1 if wrong else 2)]
+                for one in back:
+                    dist.recv(one, 1)
+                torch.autograd.backward((h, e)[: len(back)], back)
+            else:
+                h.requires_grad_()
+                e.requires_grad_(not wrong)
+                (F.cross_entropy(model(h, e).flatten(0, 1), labels.flatten()) / 2).backward()
+                for one in (h,) if wrong else (h, e):
+                    dist.send(one.grad, 0)
+        step_of(optimizer)
