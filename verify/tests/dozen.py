@@ -64,3 +64,30 @@ def skipped(wrong: bool, steps: int = 4) -> None:
                 for one in (h,) if wrong else (h, e):
                     dist.send(one.grad, 0)
         step_of(optimizer)
+
+
+def owners_clip(wrong: bool, steps: int = 5) -> None:
+    """ZeRO 1 by hand: gradients are reduced to the rank that owns a parameter and clips them. `wrong`: by the norm of
+    its own part."""
+    torch.manual_seed(0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 3))
+    every = list(model.parameters())
+    owned = [p for i, p in enumerate(every) if i % world == rank]
+    optimizer = torch.optim.SGD(owned, lr=0.1)
+    for step in range(steps):
+        data = torch.Generator().manual_seed(step)
+        x, y = torch.randn(8, 6, generator=data), 4 * torch.randn(8, 3, generator=data)
+        F.mse_loss(model(x.chunk(world)[rank]), y.chunk(world)[rank]).backward()
+        for i, p in enumerate(every):
+            p.grad.div_(world)
+            dist.reduce(p.grad, dst=i % world)
+        square = torch.stack([p.grad.square().sum() for p in owned]).sum()
+        if not wrong:
+            dist.all_reduce(square)
+        for p in owned:
+            p.grad.mul_((0.5 / (square.sqrt() + 1e-6)).clamp(max=1.0))
+        optimizer.step()
+        for i, p in enumerate(every):
+            dist.broadcast(p.data, src=i % world)
+            p.grad = None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from isograd_verify.tell.findings import INCONCLUSIVE, PASS
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, PASS
 
 from . import dozen
 from .test_beside import judged, said
@@ -17,6 +17,7 @@ __all__ = ["judged", "watched"]
 # Of the wrong program: what is said alone, and beside one device.
 PROGRAMS: dict[Any, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     dozen.skipped: ([], [(INCONCLUSIVE, "cut-graph")]),
+    dozen.owners_clip: ([(BUG, "clip-per-rank")], [(BUG, "clip-per-rank")]),
 }
 
 
