@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from .twelve import step_of
+from .twelve import own, step_of
 
 
 class Front(nn.Module):
@@ -91,3 +92,39 @@ def owners_clip(wrong: bool, steps: int = 5) -> None:
         for i, p in enumerate(every):
             dist.broadcast(p.data, src=i % world)
             p.grad = None
+
+
+def penalised(wrong: bool, steps: int = 4) -> None:
+    """A policy gradient with a distance to another policy, both per token of all ranks. `wrong`: the distance is
+    divided by this rank's tokens."""
+    torch.manual_seed(0)
+    model, data, world = DistributedDataParallel(nn.Linear(6, 5)), own(), dist.get_world_size()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        x, y = torch.randn(9, 6, generator=data), torch.randint(5, (9,), generator=data)
+        mask = (torch.arange(9) < 3 + 4 * dist.get_rank() + step % 2).float()
+        other, gains = torch.randn(9, generator=data), torch.randn(9, generator=data)
+        every = mask.sum()
+        dist.all_reduce(every)
+        chosen = model(x).log_softmax(-1).gather(1, y[:, None])[:, 0]
+        distance = (other - chosen).exp() - (other - chosen) - 1
+        policy = -((chosen - chosen.detach()).exp() * gains * mask).sum() * (world / every)
+        (policy + 0.3 * (distance * mask).sum() * (1 / mask.sum() if wrong else world / every)).backward()
+        step_of(optimizer)
+
+
+def consistent(wrong: bool, steps: int = 4) -> None:
+    """Labels, and a distance between two sights of rows, each with a backward of its own. `wrong`: the second one is
+    outside of the wrapper."""
+    torch.manual_seed(0)
+    model, data = DistributedDataParallel(nn.Linear(6, 5)), own()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        x, y = torch.randn(8, 6, generator=data), torch.randint(5, (8,), generator=data)
+        noisy = x + torch.randn(8, 6, generator=data)
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            target = model(x).softmax(-1)
+        outputs = (model.module if wrong else model)(noisy).log_softmax(-1)
+        (2.0 * F.kl_div(outputs, target, reduction="batchmean")).backward()
+        step_of(optimizer)

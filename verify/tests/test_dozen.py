@@ -17,6 +17,8 @@ __all__ = ["judged", "watched"]
 # Of the wrong program: what is said alone, and beside one device.
 PROGRAMS: dict[Any, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     dozen.skipped: ([], [(INCONCLUSIVE, "cut-graph")]),
+    dozen.penalised: ([(BUG, "mean-of-means")], [(INCONCLUSIVE, ""), (BUG, "mean-of-means")]),
+    dozen.consistent: ([(BUG, "nosync-missing")], [(BUG, "nosync-missing")]),
     dozen.owners_clip: ([(BUG, "clip-per-rank")], [(BUG, "clip-per-rank")]),
 }
 

@@ -111,7 +111,7 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
         for one in again:
             if counted:
                 _is_all_of_the_loss(one, whole)
-            elif not _one_mean(one):
+            elif not _means_alone(one):
                 raise NoReference(f"{first.why}, and its means are over different numbers of elements", WEIGH)
     return found
 
@@ -157,10 +157,12 @@ def steady(candidate: Recording, step: int, begin: int) -> bool:
     return True
 
 
-def _one_mean(one: Again) -> bool:
-    """Whether one mean, or one sum that is divided, is all of the loss: then nothing else is scaled by its numbers."""
+def _means_alone(one: Again) -> bool:
+    """Whether means, or sums that are divided, are all of the loss: then nothing else is scaled by their numbers."""
     terms, root = one.record.of(LossTerm, one.step), float(one.record.tensors(one.step)["loss"])
-    return len(terms) == 1 and same_factor(root, terms[0].value * terms[0].weights[0])
+    counted = Counter(call.place for calls in _means(one.record, one.step).values() for call in calls)
+    every = len(terms) == 1 or Counter(term.site for term in terms) <= counted
+    return every and same_factor(root, sum(term.share for term in terms))
 
 
 def _uneven(again: list[TermTracker]) -> bool:
