@@ -3,6 +3,8 @@ of them, alone and beside one device."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -128,3 +130,23 @@ def consistent(wrong: bool, steps: int = 4) -> None:
         outputs = (model.module if wrong else model)(noisy).log_softmax(-1)
         (2.0 * F.kl_div(outputs, target, reduction="batchmean")).backward()
         step_of(optimizer)
+
+
+def scaled_once(wrong: bool, steps: int = 4) -> None:
+    """Three micro-batches and a gradient scaler. `wrong`: it scales the loss of the last one only."""
+    torch.manual_seed(0)
+    model, data = DistributedDataParallel(nn.Linear(6, 5)), own()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(steps):
+        for micro in range(3):
+            x, y = torch.randn(8, 6, generator=data), torch.randint(5, (8,), generator=data)
+            with nullcontext() if micro == 2 else model.no_sync():
+                loss = F.cross_entropy(model(x), y) / 3
+                if wrong and micro < 2:
+                    loss.backward()
+                else:
+                    scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()

@@ -106,6 +106,7 @@ class Backward(Event):
     site: str = ""
     loss: str = ""  # the line before it where many numbers with a graph last became one
     summed: bool = False  # it begins with a sum that nothing has divided
+    scaled: int = 0  # by a gradient scaler: 1; by none: -1; not known: 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,14 +221,13 @@ class Function(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerm(Event):
-    """A term of the loss (terms.py): its value, the weights of the numbers from it up to the loss, the term's own
-    first, and which of them is the sum in which it meets other terms (-1: it is the only one)."""
+    """A term of the loss (terms.py): its value, and the weights of the numbers from it up to the loss, its own first."""
 
     kind: ClassVar[str] = "term"
     site: str
     value: float
     weights: tuple[float, ...]
-    joined: int = -1
+    joined: int = -1  # which of them is the sum in which it meets other terms; -1: it is the only one
     injected: bool = False  # by a Function that was given it, and sends it a gradient of its own
 
     @property

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.naming import class_of
-from isograd_verify.record.events import Key, Norm, ScaledClip, micro_of
-from isograd_verify.tell.findings import BUG, Finding, listed
+from isograd_verify.record.events import Backward, Key, Norm, ScaledClip, micro_of
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
 from isograd_verify.tell.wording import axis_over, finding, spread
 
 
@@ -70,6 +70,27 @@ def scaled_clips(analysis: Analysis) -> Iterator[Finding]:
         names = tuple(n for n in analysis.names if analysis.info(n).gradient)
         bars = (("what the program says", 1.0), ("what it does", 1 / one.scale))
         yield finding(BUG, "clip-scaled", sentence, tensors=names, coefficients=bars, site=one.site)
+
+
+def scaled_apart(analysis: Analysis) -> Iterator[Finding]:
+    """What backwards add to a gradient has a gradient scaler's factor in all of them, or in none."""
+    for record in analysis.recording.ranks:
+        told = {e.micro: e for e in record.of(Backward, analysis.step) if e.scaled}
+        added = {
+            name: {micro_of(m) for rank, m in parts if rank == record.rank} & told.keys()
+            for name, parts in analysis.parts.items()
+        }
+        names = tuple(n for n, micros in added.items() if len({told[m].scaled for m in micros}) > 1)
+        if names:
+            micros = sorted(added[names[0]])
+            one, other = (next(told[m].site for m in micros if told[m].scaled == kind) for kind in (1, -1))
+            sentence = (
+                f"step {analysis.step}: the backward at {one} begins with a loss that the gradient scaler has "
+                f"multiplied by its factor, the one at {other} with a loss that it has not, and both add to "
+                f"{listed(names)}: the second counts a factor less, unless the program multiplies it by hand"
+            )
+            yield Finding(INCONCLUSIVE, "", sentence, names, "micro-batches", look="scaler.scale around every loss")
+            return
 
 
 def clipped_apart(analysis: Analysis, found: dict[Key, float]) -> bool:
