@@ -141,11 +141,10 @@ def scaled_once(wrong: bool, steps: int = 4) -> None:
         for micro in range(3):
             x, y = torch.randn(8, 6, generator=data), torch.randint(5, (8,), generator=data)
             with nullcontext() if micro == 2 else model.no_sync():
-                loss = F.cross_entropy(model(x), y) / 3
                 if wrong and micro < 2:
-                    loss.backward()
+                    (F.cross_entropy(model(x), y) / 3).backward()
                 else:
-                    scaler.scale(loss).backward()
+                    scaler.scale(F.cross_entropy(model(x), y) / 3).backward()
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()

@@ -68,9 +68,8 @@ class _Chain:
                 still = [self.calls[taker] for taker, j in takers if j in self.calls[taker].still]
                 if still and i not in back:
                     why = (
-                        f"step {self.step}: {where} gets no gradient back for its output {i + 1}, which the stage that is "
-                        f"called at {still[0].site} is given: on one device the graph goes on there, unless that "
-                        "output is detached on purpose"
+                        f"step {self.step}: {where} gets no gradient back for its output {i + 1}, which the stage at "
+                        f"{still[0].site} is given: one device's graph goes on there, unless it is cut on purpose"
                     )
                     raise NoReference(why, SEND_BACK, "cut-graph")
                 continue

@@ -241,9 +241,7 @@ def _by_terms(alone: TermTracker, again: list[TermTracker], factor: float, scale
     means = [pair for site, pair in flat.items() if _one(sum(call.total for call in pair[0]) * of[site])]
     sure = any(all(call.average for call in own) for own, _ in means)
     wanted = {
-        site: _expected_weight(
-            *pair, of[site], (sure and _averages(pair)) or any(_divided_alike(pair, one) for one in means), scale
-        )
+        site: _expected_weight(*pair, of[site], any(_as_that(pair, one, sure) for one in means), scale)
         for site, pair in flat.items()
     }
     shares = []
@@ -280,17 +278,14 @@ def _means_of_their_own(alone: list[Call], again: list[list[Call]], factor: floa
     return not _equal(counts) or all(call.average for calls in micros for call in calls)
 
 
-def _averages(pair: Pair) -> bool:
-    return all(call.average for calls in pair for call in calls)
-
-
-def _divided_alike(pair: Pair, other: Pair) -> bool:
-    """Whether two terms are sums over so many numbers, which vary, that are divided by one number in every call."""
+def _as_that(pair: Pair, other: Pair, sure: bool) -> bool:
+    """Whether a term is a mean as another is: an operator takes it, or one number divides both in every call. `sure`:
+    an operator takes some mean of that weight."""
     ours, theirs = ([call for calls in of for call in calls] for of in (pair, other))
-    paired = list(zip(ours, theirs, strict=False))
-    same = len(ours) == len(theirs) and all((a.micro, a.count) == (b.micro, b.count) for a, b in paired)
-    uneven = not _equal([call.count for call in ours])
-    return same and uneven and _equal([a.weight / b.weight for a, b in paired])
+    same = [(a.micro, a.count) for a in ours] == [(b.micro, b.count) for b in theirs]
+    uneven = same and not _equal([call.count for call in ours])
+    alike = uneven and _equal([a.weight / b.weight for a, b in zip(ours, theirs, strict=True)])
+    return alike or (sure and all(call.average for call in ours))
 
 
 def _expected_weight(

@@ -145,8 +145,7 @@ def common_factor(
 def cancels(analysis: Analysis, reference: Analysis, name: str, theirs: str, fed: list[tuple[int, int, float]]) -> bool:
     """Whether a gradient is what rounding leaves of terms that cancel (a bias before a batch norm): small in both, and
     no farther from the reference's than the two runs' backwards are from each other, on the same rows, before anything
-    is reduced. `fed`: the rank, the micro-batch and the factor of each backward of the reference; where that had other
-    rows, rounding of what the backwards added is the measure."""
+    is reduced, or than rounding. `fed`: rank, micro-batch and factor of each of the reference's backwards of those."""
     seen, truth = analysis.observed(name), reference.sums[0].get(theirs)
     if truth is None or not seen:
         return False

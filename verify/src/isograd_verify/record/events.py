@@ -221,7 +221,7 @@ class Function(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerm(Event):
-    """A term of the loss (terms.py): its value, and the weights of the numbers from it up to the loss, its own first."""
+    """A term of the loss (terms.py): its value, and the weights of numbers from it up to the loss, its own first."""
 
     kind: ClassVar[str] = "term"
     site: str

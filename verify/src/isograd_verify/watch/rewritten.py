@@ -135,8 +135,7 @@ class Rewrites:
         self.begin()
 
     def _factor(self, kept: dict[str, Before]) -> float:
-        """By what all gradients were scaled last that a rank steps; 0 where they were not, or by a number that a clip
-        does not give."""
+        """By what all gradients that are stepped here were scaled last; 0: they were not, or as no clip does it."""
         c = self.capture
         now = {name: float(about["squares"]) for name, about in c.gradients.items()}
         mine = c.owned | kept.keys() if c.owned else now.keys()

@@ -167,4 +167,4 @@ def _sent(back: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
         others = {i: [(back[j][0], found[j]) for j in back if j != i] for i in back}
         inner = {i: _through(others[i], [one])[0] for i, (one, _) in back.items()}
         found = {i: all_of if (one := inner[i]) is None else all_of - one for i, (_, all_of) in back.items()}
-    return {i: g for i, g in found.items() if float(g.norm()) > tolerances.START * float(back[i][1].norm())}
+    return {i: g for i, g in found.items() if float(g.norm()) >= tolerances.START * float(back[i][1].norm())}

@@ -124,8 +124,7 @@ def _kind(node: Any) -> str:
 
 
 def scaled(roots: list[Tensor]) -> int:
-    """1 where a backward begins with what a gradient scaler has made of a loss, -1 where with a number of another kind,
-    0 with anything else."""
+    """1 where a backward begins with what a gradient scaler has made, -1 with another number, 0 with anything else."""
     edges: list[Edge] = [(root.grad_fn, 0) for root in roots if root.grad_fn is not None and root.numel() == 1]
     found = -1 if edges and len(edges) == len(roots) else 0
     for edge in edges:  # which grows

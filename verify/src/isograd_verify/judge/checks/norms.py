@@ -76,18 +76,17 @@ def scaled_apart(analysis: Analysis) -> Iterator[Finding]:
     """What backwards add to a gradient has a gradient scaler's factor in all of them, or in none."""
     for record in analysis.recording.ranks:
         told = {e.micro: e for e in record.of(Backward, analysis.step) if e.scaled}
-        added = {
-            name: {micro_of(m) for rank, m in parts if rank == record.rank} & told.keys()
-            for name, parts in analysis.parts.items()
+        kinds = {
+            n: {e.scaled: e.site for r, m in parts if r == record.rank and (e := told.get(micro_of(m)))}
+            for n, parts in analysis.parts.items()
         }
-        names = tuple(n for n, micros in added.items() if len({told[m].scaled for m in micros}) > 1)
+        names = tuple(n for n, sites in kinds.items() if len(sites) > 1)
         if names:
-            micros = sorted(added[names[0]])
-            one, other = (next(told[m].site for m in micros if told[m].scaled == kind) for kind in (1, -1))
+            sites = kinds[names[0]]
             sentence = (
-                f"step {analysis.step}: the backward at {one} begins with a loss that the gradient scaler has "
-                f"multiplied by its factor, the one at {other} with a loss that it has not, and both add to "
-                f"{listed(names)}: the second counts a factor less, unless the program multiplies it by hand"
+                f"step {analysis.step}: a gradient scaler has multiplied the loss of the backward at {sites[1]}, and "
+                f"not that at {sites[-1]}, and both add to {listed(names)}: unless the program multiplies it by hand, "
+                "the second counts less"
             )
             yield Finding(INCONCLUSIVE, "", sentence, names, "micro-batches", look="scaler.scale around every loss")
             return
