@@ -20,6 +20,7 @@ from isograd_verify.record.events import Collective, Event, Input, LabelWeight, 
 from isograd_verify.record.recording import VERSION, RankRecord, RankWriter, Recording, write_json
 from isograd_verify.record.sketch import sketch
 
+SEND_BACK = "send back the gradient of every output of a stage that was sent, or detach it inside the stage"
 BETWEEN = ("send", "recv", "barrier")
 Call = tuple[int, int]  # rank, and which call of a stage there
 
@@ -60,11 +61,20 @@ class _Chain:
         limit = max((tolerances.LIMITS.get(about.dtype, (0.0, 0.0))[1] for about in kinds), default=0.0)
         if any(event.given[i] not in self.makers for i in self._tensors(call, "in")):
             raise NoReference(f"{where} is given what no stage has made", SAME_DATA)
-        for i, came in self._tensors(call, "out").items():
-            if event.made[i] not in self.takers or self._is_sent(came, event.made[i], limit):
+        back = self._tensors(call, "out")
+        for i, made in enumerate(event.made):
+            takers, came = self.takers.get(made, []), back.get(i, torch.zeros(1))
+            if not takers or self._is_sent(came, made, limit):
+                still = [self.calls[taker] for taker, j in takers if j in self.calls[taker].still]
+                if still and i not in back:
+                    why = (
+                        f"step {self.step}: {where} gets no gradient back for its output {i + 1}, which the stage at "
+                        f"{still[0].site} is given: one device's graph goes on there, unless it is cut on purpose"
+                    )
+                    raise NoReference(why, SEND_BACK, "cut-graph")
                 continue
             others = [made for (rank, _), e in self.calls.items() if rank == call[0] for made in e.made]
-            if any(self._is_sent(came, made, limit) for made in others):
+            if i in back and any(self._is_sent(came, made, limit) for made in others):
                 why = f"step {self.step}: {where} got back the gradient of what another of its calls has made"
                 raise NoReference(why, SAME_DATA, "micro-batches-swapped")
             raise NoReference(

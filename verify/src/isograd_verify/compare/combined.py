@@ -81,7 +81,7 @@ def one_model(one: Recording, candidate: Recording) -> None:
             raise NoReference(
                 f"{name} is on one device what one rank holds of it: the program cuts its model by a number of ranks "
                 "of its own, or copies begin apart",
-                "take the number of ranks from the world",
+                "take the number of ranks from torch.distributed.get_world_size(), where the model is cut, too",
             )
 
 

@@ -77,6 +77,7 @@ class Call:
 
 
 TermTracker = dict[str, list[Call]]  # a place in the program -> the calls there
+Pair = tuple[list[Call], list[Call]]  # of one term: the calls of the program's own step, and those done again
 
 
 def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> list[float]:
@@ -94,7 +95,12 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
         if not means[0]:
             raise
         first, counted = error, False
-    if not counted:
+    if not counted and any(labels[1]) and not all(means[1]):  # losses of several kinds, each with its own backward
+        either = ({**labels[0], **means[0]}, [a or b for a, b in zip(labels[1], means[1], strict=True)])
+        found = _by_terms(*either, factor, scale)
+        if not all(same_factor(found[0], share) for share in found):
+            raise first
+    elif not counted:
         found = _by_terms(*means, factor, scale)
     elif _uneven(means[1]) and not all(map(same_factor, found, _by_terms(*means, factor, {}))):
         raise NoReference(SEVERAL, SAME_DATA)
@@ -105,7 +111,7 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
         for one in again:
             if counted:
                 _is_all_of_the_loss(one, whole)
-            elif not _one_mean(one):
+            elif not _means_alone(one):
                 raise NoReference(f"{first.why}, and its means are over different numbers of elements", WEIGH)
     return found
 
@@ -151,10 +157,12 @@ def steady(candidate: Recording, step: int, begin: int) -> bool:
     return True
 
 
-def _one_mean(one: Again) -> bool:
-    """Whether one mean, or one sum that is divided, is all of the loss: then nothing else is scaled by its numbers."""
+def _means_alone(one: Again) -> bool:
+    """Whether means, or sums that are divided, are all of the loss: then nothing else is scaled by their numbers."""
     terms, root = one.record.of(LossTerm, one.step), float(one.record.tensors(one.step)["loss"])
-    return len(terms) == 1 and same_factor(root, terms[0].value * terms[0].weights[0])
+    counted = Counter(call.place for calls in _means(one.record, one.step).values() for call in calls)
+    every = len(terms) == 1 or Counter(term.site for term in terms) <= counted
+    return every and same_factor(root, sum(term.share for term in terms))
 
 
 def _uneven(again: list[TermTracker]) -> bool:
@@ -227,12 +235,14 @@ def _by_terms(alone: TermTracker, again: list[TermTracker], factor: float, scale
     if not alone or not all(again):
         raise NoReference("the labels of the loss cannot be counted", WEIGH)
     pairs = {site: (alone.get(site, []), [t.get(site, []) for t in again]) for site in _sites(again)}
-    if any(_means_of_their_own(*pair, factor) for pair in pairs.values()):
-        factor /= len({call.micro for calls in alone.values() for call in calls})
-    sure = any(_one(sum(c.total for c in own) * factor) and all(c.average for c in own) for own, _ in pairs.values())
+    apart = any(_means_of_their_own(*pair, factor) for pair in pairs.values())
+    flat = {site: (own, [call for calls in theirs for call in calls]) for site, (own, theirs) in pairs.items()}
+    of = {site: factor / (len({call.micro for call in own}) if apart and own else 1) for site, (own, _) in flat.items()}
+    means = [pair for site, pair in flat.items() if _one(sum(call.total for call in pair[0]) * of[site])]
+    sure = any(all(call.average for call in own) for own, _ in means)
     wanted = {
-        site: _expected_weight(own, [call for calls in theirs for call in calls], factor, sure, scale)
-        for site, (own, theirs) in pairs.items()
+        site: _expected_weight(*pair, of[site], any(_as_that(pair, one, sure) for one in means), scale)
+        for site, pair in flat.items()
     }
     shares = []
     for terms in again:
@@ -268,11 +278,21 @@ def _means_of_their_own(alone: list[Call], again: list[list[Call]], factor: floa
     return not _equal(counts) or all(call.average for calls in micros for call in calls)
 
 
+def _as_that(pair: Pair, other: Pair, sure: bool) -> bool:
+    """Whether a term is a mean as another is: an operator takes it, or one number divides both in every call. `sure`:
+    an operator takes some mean of that weight."""
+    ours, theirs = ([call for calls in of for call in calls] for of in (pair, other))
+    same = [(a.micro, a.count) for a in ours] == [(b.micro, b.count) for b in theirs]
+    uneven = same and not _equal([call.count for call in ours])
+    alike = uneven and _equal([a.weight / b.weight for a, b in zip(ours, theirs, strict=True)])
+    return alike or (sure and all(call.average for call in ours))
+
+
 def _expected_weight(
     alone: list[Call], replayed: list[Call], factor: float, sure: bool, scale: dict[str, float]
 ) -> float:
-    """The weight that a label of the whole step has in the gradient of one device. `sure`: another term is surely a
-    mean, so that a mean with another weight has a coefficient."""
+    """The weight that a label of the whole step has in the gradient of one device. `sure`: it is a mean as another term
+    is, so that another weight is a coefficient."""
     site = replayed[0].place
     if not alone:
         raise NoReference(f"the loss at {site} has no part in the first step on one device", WEIGH)
@@ -280,7 +300,7 @@ def _expected_weight(
     weights, counts = [call.weight for call in calls], [call.count for call in calls]
     whole = sum(call.total for call in alone) * factor  # of all labels of a step together
     per_label = whole / sum(call.count for call in replayed)
-    if _one(whole) or (sure and all(call.average for call in calls)):
+    if _one(whole) or sure:
         return per_label
     if _equal(weights) and _one(weights[0] * factor):
         return weights[0] * factor  # a sum

@@ -145,13 +145,13 @@ def common_factor(
 def cancels(analysis: Analysis, reference: Analysis, name: str, theirs: str, fed: list[tuple[int, int, float]]) -> bool:
     """Whether a gradient is what rounding leaves of terms that cancel (a bias before a batch norm): small in both, and
     no farther from the reference's than the two runs' backwards are from each other, on the same rows, before anything
-    is reduced. `fed`: the rank, the micro-batch and the factor of each backward of the reference."""
+    is reduced, or than rounding. `fed`: rank, micro-batch and factor of each of the reference's backwards of those."""
     seen, truth = analysis.observed(name), reference.sums[0].get(theirs)
     if truth is None or not seen:
         return False
     eps = max(torch.finfo(getattr(torch, analysis.about[r][name].dtype)).eps for r in analysis.holders(name))
     parts, again = analysis.contributions(name, seen[0].own), reference.parts[theirs]
-    doubt = 0.0
+    doubt = 0.0 if fed else sum(4 * eps * float(mine.norm()) for mine in parts.values())
     for number, (rank, micro, factor) in enumerate(fed):
         mine, other = parts.get((rank, micro)), again.get((0, number))
         if mine is not None and other is not None:

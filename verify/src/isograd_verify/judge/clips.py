@@ -45,6 +45,8 @@ def _scaled(recording: Recording, step: int) -> tuple[float, float] | None:
     """(norm behind it, factor) of a step in which each rank has multiplied all of its gradients by one number last."""
     factors = [e.factor for record in recording.ranks for e in record.of(Rewritten, step) if e.factor]
     held = [one for r in recording.ranks for e in r.of(Step, step)[:1] for one in e.parameters.items()]
-    parts = {(name, repr(about.box or about.before), about.squares or 0.0) for name, about in held if about.gradient}
+    stepped = {name for name, about in held if about.owned and about.gradient}
+    held = [(name, about) for name, about in held if about.gradient and (about.owned or name not in stepped)]
+    parts = {(name, repr(about.box or about.before), about.squares or 0.0) for name, about in held}
     norm = math.sqrt(sum(square for *_, square in parts))  # copies once
     return (norm, factors[0]) if norm and len(factors) == recording.world else None

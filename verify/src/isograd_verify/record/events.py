@@ -106,6 +106,7 @@ class Backward(Event):
     site: str = ""
     loss: str = ""  # the line before it where many numbers with a graph last became one
     summed: bool = False  # it begins with a sum that nothing has divided
+    scaled: int = 0  # by a gradient scaler: 1; by none: -1; not known: 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,14 +221,13 @@ class Function(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerm(Event):
-    """A term of the loss (terms.py): its value, the weights of the numbers from it up to the loss, the term's own
-    first, and which of them is the sum in which it meets other terms (-1: it is the only one)."""
+    """A term of the loss (terms.py): its value, and the weights of numbers from it up to the loss, its own first."""
 
     kind: ClassVar[str] = "term"
     site: str
     value: float
     weights: tuple[float, ...]
-    joined: int = -1
+    joined: int = -1  # which of them is the sum in which it meets other terms; -1: it is the only one
     injected: bool = False  # by a Function that was given it, and sends it a gradient of its own
 
     @property
@@ -247,11 +247,10 @@ class Coefficient(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Changed(Event):
-    """Buffers that are other than when they were last looked at: in a forward, in a backward, or between two
-    micro-batches."""
+    """Buffers are other than when they were last looked at: `during` says what changed them."""
 
     kind: ClassVar[str] = "changed"
-    during: str  # "forward", "backward", "between"
+    during: str  # "forward", "backward", "between" two micro-batches
     names: tuple[str, ...]
 
 
@@ -335,8 +334,8 @@ class ForwardInputs(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Staged(Event):
-    """A gradient came back to what a call of the outermost module made: digests of what that was given and made. What
-    its backward gives on one device stands in the step's file, or `why` it does not (watch/stages.py)."""
+    """A gradient came back to what a call of the outermost module made: digests of what it was given and made. What its
+    backward gives on one device stands in the step's file, or `why` it does not (watch/stages.py)."""
 
     kind: ClassVar[str] = "staged"
     call: int  # in this step
@@ -344,6 +343,7 @@ class Staged(Event):
     given: tuple[str, ...] = ()
     made: tuple[str, ...] = ()
     names: tuple[str, ...] = ()  # of its parameters
+    still: tuple[int, ...] = ()  # which of `given` take no gradient
     why: str = ""
 
 

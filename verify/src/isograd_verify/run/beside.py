@@ -38,6 +38,7 @@ from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, 
 from isograd_verify.compare.states import carried, local, moved, moving, step_of
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.clips import bound
+from isograd_verify.judge.consequences import row
 from isograd_verify.record.events import Backward, Collective, Lost, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
@@ -108,6 +109,8 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
             beside.findings = [_open(found, site, times) for found in beside.findings]
     except NoReference as error:
         found = finding(BUG, error.bug, error.why) if error.bug else None
+        if row(error.bug).on_purpose:
+            found = Finding(INCONCLUSIVE, error.bug, error.why, look=error.fix)
         return _not_compared(subject, error.why, error.fix, found)
     except VerifyError as error:
         fix = "make inputs and labels before the model is called, as local variables of the functions around the call"

@@ -147,7 +147,8 @@ def _subject(console: Console, subject: Subject) -> None:
             console.print(f"    where: {escape(found.site)}")
         if found.cause:
             console.print(f"    usual cause: {escape(found.cause)}")
-            console.print(f"    look at: {escape(found.look)}")
+        if found.look:
+            console.print(f"    {'look at' if found.cause else 'what to do'}: {escape(found.look)}")
 
 
 def timeline(recording: Recording) -> list[list[dict[str, Any]]]:

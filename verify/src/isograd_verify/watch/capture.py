@@ -64,8 +64,8 @@ class Capture(Recorder):
         self.watch = WatchMode(self, self.labels, self.rewrites, self.routing)
         self.hooks = Hooks(self, self.watch, self.fused, self.routing)
 
-    def backward_begins(self, roots: list[Tensor]) -> None:
-        """A call of autograd.backward begins: one more micro-batch."""
+    def backward_begins(self, roots: list[Tensor], scaled: int = 0) -> None:
+        """A call of autograd.backward begins: one more micro-batch. `scaled`: as in the event."""
         self.close_step()
         if not self.active:
             return
@@ -85,7 +85,8 @@ class Capture(Recorder):
             self.held = [root() for _, root in self.roots]
         self.snapped = False
         summed = bool(roots) and all(map(self.watch.means.is_sum, roots))
-        self.event(Backward(*self.now, site=call_site(self.base), loss=self.reduced, summed=summed))
+        at, loss = call_site(self.base), self.reduced
+        self.event(Backward(*self.now, site=at, loss=loss, summed=summed, scaled=scaled))
         self.reduced = ""
 
     def _thrown_away(self) -> bool:

@@ -20,6 +20,7 @@ from isograd_verify.record.events import ScaledClip
 from isograd_verify.watch import foreign
 from isograd_verify.watch.recorder import Recorder
 from isograd_verify.watch.sites import call_site
+from isograd_verify.watch.terms import SCALED, scaled
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Clips:
             None, (getattr(torch.amp, "GradScaler", None), getattr(sharded, "ShardedGradScaler", None))
         ):
             wrap(scaler, "unscale_", self._unscales)
+            wrap(scaler, "scale", self._scales)
         if hasattr(torch.amp, "GradScaler"):
             wrap(torch.amp.GradScaler, "step", self._steps)
 
@@ -95,6 +97,18 @@ class Clips:
     def _steps(self, original: Any, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self.capture.guarded(self._look, "norms")(scaler, optimizer)
         return original(scaler, optimizer, *args, **kwargs)
+
+    def _scales(self, original: Any, scaler: Any, outputs: Any) -> Any:
+        result = original(scaler, outputs)
+        for made in foreign.tensors_in(result) if scaler.is_enabled() else ():
+            if made.grad_fn is not None:
+                made.grad_fn.metadata[SCALED] = True  # type: ignore[index]
+        return result
+
+    def scaled(self, roots: list[Tensor]) -> int:
+        """Whether a backward begins with a scaled loss; behind `unscale_` an unscaled one is right."""
+        c = self.capture
+        return 0 if c.micro >= 0 and c.backwards in self.unscaled.values() else scaled(roots)
 
     def _unscales(self, original: Any, scaler: Any, optimizer: Optimizer) -> Any:
         result = self._steps(original, scaler, optimizer)

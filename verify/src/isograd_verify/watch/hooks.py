@@ -73,7 +73,8 @@ class Hooks:
         original, watched = self.fused.wrapper()
         self.wrapped.append((torch.autograd.Function, "apply", original))
         torch.autograd.Function.apply = watched  # type: ignore[method-assign]
-        Clips(self.capture).install(self.wrap)
+        self.clips = Clips(self.capture)
+        self.clips.install(self.wrap)
         averaging = sys.modules.get("torch.optim.swa_utils")
         if averaging is not None:
             self.wrap(averaging.AveragedModel, "update_parameters", self._averaged)
@@ -257,7 +258,9 @@ class Hooks:
         roots = foreign.tensors_in(args[0] if args else kwargs.get("tensors"))
         inside = torch._C._current_graph_task_id() != -1 or self.capture.in_function or self.capture.backing
         if not inside:  # recomputation calls backward inside backward, a Function in its forward: it is the same one
-            self.capture.guarded(self.capture.backward_begins)(roots)
+            gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+            scaled = self.clips.scaled(roots) if gradients is None else 0
+            self.capture.guarded(self.capture.backward_begins)(roots, scaled)
             self.capture.guarded(self.capture.look_at_buffers, "buffers")("forward")
             self.capture.guarded(self.watch.means.hook_fresh, "means")(self.capture.guarded)
             self.capture.guarded(self._terms, "terms")(roots)

@@ -77,7 +77,8 @@ class Means:
         of = self._of(given)
         count = None if of is not None and of.masked else self._count(name, given, args, kwargs)
         if count is not None:
-            number = Number(f"{name} {_path()}", self.site(), count, average=name not in ("div", "mul"))
+            by_torch = name not in ("div", "mul") or _in_kl_div()
+            number = Number(f"{name} {_path()}", self.site(), count, average=by_torch)
             if of is not None:
                 of.divided = True
                 number.elements = 0.0 if count in of.own else of.nonzero or of.count
@@ -131,6 +132,14 @@ class Means:
 
 def _number(result: Any) -> bool:
     return type(result) is Tensor and result.dim() == 0 and result.is_floating_point()
+
+
+def _in_kl_div() -> bool:
+    """Whether it is torch that divides: `batchmean` is no operator's."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not torch.nn.functional.kl_div.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _path() -> str:

@@ -106,7 +106,7 @@ class Recorder(Life):
         self.reduced = ""  # where many numbers with a graph last became one: the loss, most likely
         self.sketching = Sketching(limit, self.boxes, beyond)
 
-    def backward_begins(self, roots: list[Tensor]) -> None:
+    def backward_begins(self, roots: list[Tensor], scaled: int = 0) -> None:
         """A call of autograd.backward begins."""
 
     def snapshot(self, gradients: dict[str, Tensor] | None = None, talk: bool = True) -> None:

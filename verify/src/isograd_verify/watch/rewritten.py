@@ -135,9 +135,11 @@ class Rewrites:
         self.begin()
 
     def _factor(self, kept: dict[str, Before]) -> float:
-        """By what all gradients were scaled last; 0 where they were not, or by a number that a clip does not give."""
-        now = {name: float(about["squares"]) for name, about in self.capture.gradients.items()}
-        held = [name for name in now if f"sum/{name}" in self.capture.tensors and now[name]]
+        """By what all gradients that are stepped here were scaled last; 0: they were not, or as no clip does it."""
+        c = self.capture
+        now = {name: float(about["squares"]) for name, about in c.gradients.items()}
+        mine = c.owned | kept.keys() if c.owned else now.keys()
+        held = [name for name in now if name in mine and f"sum/{name}" in c.tensors and now[name]]
         if not held or not all(name in kept and kept[name].squares for name in held):
             return 0.0
         factors = [(now[name] / kept[name].squares) ** 0.5 for name in held]

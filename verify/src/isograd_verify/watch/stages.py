@@ -80,7 +80,7 @@ class StageCalls:
         own = {id(p) for p in call.module.parameters() if p.requires_grad}
         named = self.capture.learn_names().items()
         call.named = {name: p for name, p in named if isinstance(p, Tensor) and id(p) in own}
-        made = [t for t in foreign.tensors_in(result) if t.requires_grad]
+        made = _made(result)
         every = (*call.named.values(), *made, *call.inputs)
         cut = len(call.named) < len(own) or any(isinstance(t, foreign.DTensor) for t in every)
         if communicates or cut or self.size > LIMIT:
@@ -103,7 +103,8 @@ class StageCalls:
         if not call.back:
             given, made = tuple(map(digest, call.inputs)), tuple(digested for digested, _ in call.made)
             at, names = self.calls.index(call), tuple(call.named)
-            told = Staged(*self.capture.now, call=at, site=call.site, given=given, made=made, names=names)
+            still = tuple(i for i, one in enumerate(call.inputs) if not one.requires_grad)
+            told = Staged(*self.capture.now, call=at, site=call.site, given=given, made=made, names=names, still=still)
             self.capture.event(told)
         call.back[number] = call.back.get(number, 0) + gradient.detach().clone()
 
@@ -131,7 +132,7 @@ class StageCalls:
             buffer.data.copy_(was)
         set_generators(call.states)
         with torch.enable_grad():
-            made = [t for t in foreign.tensors_in(module(*call.given[0], **call.given[1])) if t.requires_grad]
+            made = _made(module(*call.given[0], **call.given[1]))
         for _, buffer, now in buffers:
             buffer.data.copy_(now)
         pairs = [(sketch(one), was) for one, (_, was) in zip(made, call.made, strict=True)]
@@ -139,10 +140,31 @@ class StageCalls:
             self.why = f"the stage that is called at {call.site} makes something else when it is computed once more"
         wanted = {f"one/{name}": p for name, p in call.named.items()}
         wanted |= {f"stage/{number}/in/{i}": t for i, t in enumerate(call.inputs) if t.requires_grad}
-        back = [made[i] for i in call.back]
-        gradients = torch.autograd.grad(back, list(wanted.values()), list(call.back.values()), allow_unused=True)
+        sent = _sent({i: (made[i], gradient) for i, gradient in call.back.items()})
+        gradients = _through([(made[i], gradient) for i, gradient in sent.items()], list(wanted.values()))
         for name, gradient in zip(wanted, gradients, strict=True):
             if gradient is not None:
                 part = gradient.clone() if name in c.tensors or name.startswith("one/") else sketch(gradient)
                 c.tensors[name] = c.tensors[name] + part if name in c.tensors else part
-        c.tensors |= {f"stage/{number}/out/{i}": sketch(gradient) for i, gradient in call.back.items()}
+        c.tensors |= {f"stage/{number}/out/{i}": sketch(gradient) for i, gradient in sent.items()}
+
+
+def _made(result: Any) -> list[Tensor]:
+    """The tensors with a graph that a call returns, each once."""
+    return list({id(t): t for t in foreign.tensors_in(result) if t.requires_grad}.values())
+
+
+def _through(made: list[tuple[Tensor, Tensor]], wanted: list[Tensor]) -> tuple[Tensor | None, ...]:
+    outputs, gradients = zip(*made, strict=True)
+    return torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True)
+
+
+def _sent(back: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
+    """Of what came back to each output, what came from outside: an output of which another one is made gets what
+    comes back through that, too."""
+    found = {i: gradient for i, (_, gradient) in back.items()}
+    for _ in range(len(back) - 1):  # the last of a chain of outputs is known at first, then that before it
+        others = {i: [(back[j][0], found[j]) for j in back if j != i] for i in back}
+        inner = {i: _through(others[i], [one])[0] for i, (one, _) in back.items()}
+        found = {i: all_of if (one := inner[i]) is None else all_of - one for i, (_, all_of) in back.items()}
+    return {i: g for i, g in found.items() if float(g.norm()) >= tolerances.START * float(back[i][1].norm())}

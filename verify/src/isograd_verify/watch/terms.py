@@ -17,6 +17,7 @@ from torch import Tensor
 ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "_DDPSink")
 ADDS = ("Add", "Sub")
 MARK = "isograd.term"  # in a node's metadata
+SCALED = "isograd.scaled"  # in that of what a gradient scaler has made
 MOST = 64  # numbers between a loss and its terms
 
 Tell = Callable[[str, float, tuple[float, ...], int], None]  # name, value, weights up to the loss, which one is joined
@@ -120,3 +121,14 @@ def _into(edge: Edge) -> list[Edge]:
 def _kind(node: Any) -> str:
     name = type(node).__name__
     return next((kind for kind in ARITHMETIC if name in (f"{kind}Backward{i}" for i in ("", 0, 1, 2))), "")
+
+
+def scaled(roots: list[Tensor]) -> int:
+    """1 where a backward begins with what a gradient scaler has made, -1 with another number, 0 with anything else."""
+    edges: list[Edge] = [(root.grad_fn, 0) for root in roots if root.grad_fn is not None and root.numel() == 1]
+    found = -1 if edges and len(edges) == len(roots) else 0
+    for edge in edges:  # which grows
+        if SCALED in edge[0].metadata:
+            return 1
+        edges += _into(edge) if len(edges) < MOST else []
+    return found

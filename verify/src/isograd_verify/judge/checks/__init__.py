@@ -22,7 +22,7 @@ from isograd_verify.judge.checks.graphs import graph_cuts, logit_gradients
 from isograd_verify.judge.checks.losses import counted, token_weights, undivided
 from isograd_verify.judge.checks.means import mean_weights
 from isograd_verify.judge.checks.mixed import mixed_groups
-from isograd_verify.judge.checks.norms import norms, scaled_clips
+from isograd_verify.judge.checks.norms import norms, scaled_apart, scaled_clips
 from isograd_verify.judge.checks.routing import choice_bias, counted_once, same_choice
 from isograd_verify.judge.checks.state import continuity, missing, replicas, steps_together
 from isograd_verify.judge.checks.traffic import (
@@ -47,7 +47,7 @@ CHECKS: tuple[Check, ...] = (
     replicas, missing, norms, scaled_clips, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws,
     alive, copies, carried, rates, averages, shared_draws, counted, rewritten, computed_again, summed_inside,
     row_sums, balance_counts, whole_terms, coefficients_unjudged, undivided, adjoints, choice_bias, counted_once,
-    same_choice,
+    same_choice, scaled_apart,
 )  # fmt: skip
 
 

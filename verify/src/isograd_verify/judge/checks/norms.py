@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.naming import class_of
-from isograd_verify.record.events import Key, Norm, ScaledClip, micro_of
-from isograd_verify.tell.findings import BUG, Finding, listed
+from isograd_verify.record.events import Backward, Key, Norm, ScaledClip, micro_of
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
 from isograd_verify.tell.wording import axis_over, finding, spread
 
 
@@ -70,6 +70,26 @@ def scaled_clips(analysis: Analysis) -> Iterator[Finding]:
         names = tuple(n for n in analysis.names if analysis.info(n).gradient)
         bars = (("what the program says", 1.0), ("what it does", 1 / one.scale))
         yield finding(BUG, "clip-scaled", sentence, tensors=names, coefficients=bars, site=one.site)
+
+
+def scaled_apart(analysis: Analysis) -> Iterator[Finding]:
+    """What backwards add to a gradient has a gradient scaler's factor in all of them, or in none."""
+    for record in analysis.recording.ranks:
+        told = {e.micro: e for e in record.of(Backward, analysis.step) if e.scaled}
+        kinds = {
+            n: {e.scaled: e.site for r, m in parts if r == record.rank and (e := told.get(micro_of(m)))}
+            for n, parts in analysis.parts.items()
+        }
+        names = tuple(n for n, sites in kinds.items() if len(sites) > 1)
+        if names:
+            sites = kinds[names[0]]
+            sentence = (
+                f"step {analysis.step}: a gradient scaler has multiplied the loss of the backward at {sites[1]}, and "
+                f"not that at {sites[-1]}, and both add to {listed(names)}: unless the program multiplies it by hand, "
+                "the second counts less"
+            )
+            yield Finding(INCONCLUSIVE, "", sentence, names, "micro-batches", look="scaler.scale around every loss")
+            return
 
 
 def clipped_apart(analysis: Analysis, found: dict[Key, float]) -> bool:
