@@ -1,7 +1,8 @@
 """Clips by hand: a program multiplies all gradients by one number, so that their norm is a bound.
 
 clip_grad_norm_ says what it does; a loop over `p.grad.mul_(bound / norm)` looks like any factor. It is a clip where the
-norm is the same number behind it in two steps, for which it took two factors. Gradients are judged as they were before.
+norm is the same number behind it in two steps, for which it took two factors, or where steps with a smaller norm were
+not scaled. Gradients are judged as they were before.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ def bound(recording: Recording) -> float:
     if "bound" in recording.about:
         return float(recording.about["bound"])
     found = [one for step in recording.steps if (one := _scaled(recording, step))]
-    for (norm, factor), (other, second) in combinations(found, 2):
-        if spread((norm, other)) <= tolerances.NORM and spread((factor, second)) > tolerances.FACTOR:
+    for (low, first), (norm, factor) in combinations(sorted(found), 2):
+        if factor < 1 and (
+            first == 1 or (norm <= low * (1 + tolerances.NORM) and spread((first, factor)) > tolerances.FACTOR)
+        ):
             return norm
     return 0.0
 
@@ -37,13 +40,15 @@ def clipped(recording: Recording, step: int) -> bool:
     """Whether what the program did last to the gradients of a step is a clip by hand. Where each rank clips its shards
     by their own norm, that of all is larger than one device's by the root of a whole number."""
     found = _scaled(recording, step)
-    times = (bound(recording) / found[0]) ** 2 if found else 0.0
+    times = (bound(recording) / found[0]) ** 2 if found and found[1] < 1 else 0.0
     return round(times) >= 1 and abs(times - round(times)) <= 4 * tolerances.NORM * times
 
 
 def _scaled(recording: Recording, step: int) -> tuple[float, float] | None:
-    """(norm behind it, factor) of a step in which each rank has multiplied all of its gradients by one number last."""
-    factors = [e.factor for record in recording.ranks for e in record.of(Rewritten, step) if e.factor]
+    """(norm behind it, factor) of a step in which each rank has multiplied all of its gradients by one number last, or
+    none has changed any (1)."""
+    events = [event for record in recording.ranks for event in record.of(Rewritten, step)]
+    factors = [event.factor for event in events if event.factor] if events else [1.0] * recording.world
     held = [one for r in recording.ranks for e in r.of(Step, step)[:1] for one in e.parameters.items()]
     stepped = {name for name, about in held if about.owned and about.gradient}
     held = [(name, about) for name, about in held if about.gradient and (about.owned or name not in stepped)]
