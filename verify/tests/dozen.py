@@ -149,3 +149,18 @@ def scaled_once(wrong: bool, steps: int = 4) -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+
+
+def clips_late(wrong: bool, steps: int = 4) -> None:
+    """Plain DDP with a clip by hand that leaves steps alone. `wrong`: on one rank it leaves all of them alone."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 5)))
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), own()
+    for step in range(steps):
+        x, y = (0.3 + step) * torch.randn(8, 6, generator=data), torch.randint(5, (8,), generator=data)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        norm = torch.sqrt(sum(p.grad.pow(2).sum() for p in model.parameters()))
+        for p in model.parameters():
+            p.grad.mul_(1.0 if wrong and dist.get_rank() else torch.clamp(0.6 / norm, max=1.0))
+        optimizer.step()

@@ -20,6 +20,7 @@ PROGRAMS: dict[Any, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     dozen.penalised: ([(BUG, "mean-of-means")], [(INCONCLUSIVE, ""), (BUG, "mean-of-means")]),
     dozen.consistent: ([(BUG, "nosync-missing")], [(BUG, "nosync-missing")]),
     dozen.scaled_once: ([(INCONCLUSIVE, "")], [(INCONCLUSIVE, ""), (INCONCLUSIVE, "")]),
+    dozen.clips_late: ([(BUG, "clip-per-rank")], [(BUG, "clip-per-rank")]),
     dozen.owners_clip: ([(BUG, "clip-per-rank")], [(BUG, "clip-per-rank")]),
 }
 
