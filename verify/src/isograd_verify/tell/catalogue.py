@@ -190,8 +190,10 @@ BUGS: dict[str, Bug] = {
         "the row-parallel linear: add the bias after the all-reduce",
     ),
     "gather-backward-sum": Bug(
-        "the backward of an all-gather sums copies that are equal on all ranks",
-        "the adjoint of the gather in front of the first wrong layer: take this rank's slice, do not sum",
+        "these count once for each rank of a group: they are not divided as the others are, or the backward of an "
+        "all-gather sums copies that are equal on all ranks",
+        "a module whose gradients are divided otherwise (a factor set on one, experts left out); else the adjoint "
+        "of the gather in front of the first wrong layer: take this rank's slice, do not sum",
     ),
     "cut-graph": Bug(
         "a collective without an autograd rule ran in forward: everything before it gets no gradient through it",
