@@ -176,7 +176,7 @@ IG549: a loss counts by its rows, and they are not known
   fix:      call model(...); or loss = model.weigh(loss, rows) (accelerate: backward(loss, weight=rows))
 IG550: the step is refused on all ranks: {failed} failed in it
   expected: every backward of a step to end well on every rank
-  fix:      engine.discard() on every rank, where none has refused the step yet; then continue with the next batch
+  fix:      engine.discard() on every rank, where none has refused the step yet: those in engine.step() wait for it
 IG551: the gradient of {found!r} belongs to a step that is not finished, and was used by hand
   seen:     {func} on its .grad: clip_grad_norm_, loss.backward(), optimizer.step(), or zero_grad in place
   expected: Engine(clip=...), engine.backward(loss, weight=...), engine.step(), engine.grads() to look
