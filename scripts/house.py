@@ -61,14 +61,14 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 52_241,
-    "isograd-verify, lines": 18_998,
-    "comm + engine, lines": 9_338,
+    "isograd, lines": 52_290,
+    "isograd-verify, lines": 19_126,
+    "comm + engine, lines": 9_435,
     "arrows between packages": 133,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,
-    "reassigned fields of engine, comm, losses": 89,
+    "reassigned fields of engine, comm, losses": 90,
     "public class names defined twice": 0,
     "identifiers that are no names": 0,
 }
