@@ -16,7 +16,6 @@ raw.py treats a `FakeTransport` as it treats a process group of torch. Nothing o
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -207,13 +206,11 @@ class FakeTransport(Transport):
                 found += [mine] * len(ranks)
                 continue
             me.world.wait_for_values(me.rank, ((rank, here, *names["from"][stage]) for rank in ranks))
-            words = said.get((~stage, here, *names["from"][stage]))
+            mate = ranks[self._stages[here].index(me.rank)]  # of my pipeline, which was given the same batch
+            sender = mate if mate in me.world.senders else ~stage
+            words = said.get((sender, here, *names["from"][stage]))
             words = mine if words is None or words.numel() != mine.numel() else words
             found += [words.view(mine.shape)] * len(ranks)
-            for rank in me.world.senders.intersection(ranks):
-                words = said.get((rank, here, *names["from"][stage]))
-                if words is not None and words.numel() == mine.numel():
-                    found[len(found) - len(ranks) + bisect_left(ranks, rank)] = words.view(mine.shape)
         me.gathered(self.axes, self.purpose)
         return found
 
