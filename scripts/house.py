@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 52_290,
+    "isograd, lines": 52_287,
     "isograd-verify, lines": 19_126,
-    "comm + engine, lines": 9_435,
+    "comm + engine, lines": 9_432,
     "arrows between packages": 133,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
