@@ -144,7 +144,7 @@ def gather_step_status(
             looks = dict(enumerate(all_gather_object(look, step_state.mesh)))
             seen = f"names that are looked up, by rank ('': engine.grads() itself): {looks}"
             does = f"look at the gradient of {max(looks.values())!r}"
-            raise EngineError("IG555", seen=seen, where=step_state.mesh.describe_rank(), does=does, found=looks)
+            raise EngineError("IG555", seen=seen, where=step_state.mesh.describe_rank(), does=does)
         if table.late is not None and not may_be_late:
             world = step_state.mesh.group("world")
             table = table.late.complete(raw.to_host(torch.stack(raw.gather_list(table.late.mine, world))))
