@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 def plain(text: str) -> str:
@@ -41,10 +41,11 @@ class IsogradError(Exception):
         **fields: object,
     ) -> None:
         if what is None:
-            texts = {label: text.format_map(fields) for label, text in type(self).catalogue()[code].items()}
-            what, fix = texts["what"], fix or texts.get("fix")
-            seen = texts.get("seen") if seen is None else seen
-            expected = texts.get("expected") if expected is None else expected
+            texts: dict[str, Any] = {"seen": seen, "expected": expected, "fix": fix}
+            for label, text in type(self).catalogue()[code].items():
+                if texts.get(label) is None:
+                    texts[label] = text.format_map(fields)
+            what, seen, expected, fix = (texts[label] for label in ("what", "seen", "expected", "fix"))
         self.code, self.what = code, what
         self.seen, self.expected, self.fix, self.where = seen, expected, fix, where
         super().__init__(code, what)
