@@ -57,7 +57,7 @@ def kind(group: Group, tensor: Tensor) -> str:
 def messages(change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """What leaves this rank passes through `change`."""
     send, held = Transport.send, list[Tensor]()
-    groups = {id(group.handle): group for group in here.process.groups}  # by their transport
+    groups = {id(group.transport): group for group in here.process.groups}  # by their transport
 
     def sent(self: Transport, handle: Any, tensors: Any, peer: int, tag: int, control: bool) -> Any:
         tensors = [change(kind(groups[id(self)], t), t) for t in tensors] if id(self) in groups else tensors
