@@ -105,7 +105,7 @@ def chosen() -> str:
 
 @dataclass(frozen=True)
 class RankLink:
-    """From one rank to another that cannot be reached, or closes the connection."""
+    """From one rank to another that cannot be reached."""
 
     source: int
     target: int
