@@ -26,11 +26,13 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,6 +133,7 @@ class Process:
         self.out = (home / "said.txt").open("a")
         self.popen = subprocess.Popen(words, stdout=self.out, stderr=self.out, stdin=subprocess.DEVNULL)
         self.taken: dict[str, list[dict[str, int]]] = {}
+        self.kinds: dict[str, list[Counter[str]]] = {}  # of its open files, beside `taken`
 
     def everyone(self) -> list[psutil.Process]:
         """All that still run, the command first."""
@@ -155,10 +158,12 @@ class Process:
     def look(self) -> None:
         """Note what each process takes."""
         for process in self.everyone():
-            with suppress(psutil.Error):
+            with suppress(psutil.Error, OSError):
                 name = "command" if process.pid == self.popen.pid else process.name()
-                taken = {"memory": process.memory_info().rss, "files": process.num_fds()}
-                self.taken.setdefault(f"{name} ({process.pid})", []).append({**taken, "threads": process.num_threads()})
+                kinds = open_files(process)
+                taken = {"memory": process.memory_info().rss, "files": kinds.total(), "threads": process.num_threads()}
+                self.taken.setdefault(f"{name} ({process.pid})", []).append(taken)
+                self.kinds.setdefault(f"{name} ({process.pid})", []).append(kinds)
 
     def grown(self) -> list[str]:
         """What takes more in its last quarter than in its second one."""
@@ -170,8 +175,20 @@ class Process:
                 numbers = [each[what] for each in taken]
                 before, now = statistics.median(numbers[quarter : 2 * quarter]), statistics.median(numbers[-quarter:])
                 if now > ratio * before and now - before > least:
-                    found.append(f"{name}: {what} {before:g} -> {now:g}")
+                    more = self.kinds[name][-1] - self.kinds[name][STARTS_S + 3 * quarter // 2]
+                    found.append(f"{name}: {what} {before:g} -> {now:g}" + f" {dict(more)}" * (what == "files"))
         return found
+
+
+def open_files(process: psutil.Process) -> Counter[str]:
+    """How many of each kind: a socket by its state, a file by its name without numbers."""
+    sockets = {each.fd: f"tcp {each.status}" for each in process.net_connections("tcp")}
+    kinds: Counter[str] = Counter()
+    for entry in os.listdir(f"/proc/{process.pid}/fd"):
+        with suppress(OSError):
+            name = re.sub(r"\d+", "#", os.readlink(f"/proc/{process.pid}/fd/{entry}"))
+            kinds[sockets.get(int(entry), name)] += 1
+    return kinds
 
 
 class Segment:
