@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -177,6 +178,55 @@ def clip_in_words() -> None:
     fresh(clip="1")
 
 
+def bucket_of_no_size() -> None:
+    fresh(bucket_mb=math.nan)
+
+
+def bucket_below_zero() -> None:
+    fresh(bucket_mb=-1)
+
+
+def sums_checked_on_one_rank() -> None:
+    mesh, model, engine = fresh()
+    if mesh.rank:
+        engine.check_sums()
+    engine.backward(loss_of(model), 3)
+    engine.step()
+
+
+def hook_that_uses_a_withheld_gradient() -> None:
+    _, model, engine = fresh()
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+    engine.backward(loss_of(model), 3)
+
+
+class Returns(toys.Toy):
+    """A model that returns something else than a loss with its weight."""
+
+    found: object = None
+
+    def forward(self, rows: torch.Tensor) -> object:
+        return self.found
+
+
+def trained(model: nn.Module, micro_batches: object = 1) -> None:
+    Engine(model, Mesh("dp2"), toys.sgd).train_step((torch.ones(4, 2),), micro_batches)  # type: ignore[arg-type]
+
+
+def model_that_returns_nothing() -> None:
+    trained(Returns())
+
+
+def model_that_returns_a_loss_alone() -> None:
+    model = Returns()
+    model.found = (torch.zeros(()),)
+    trained(model)
+
+
+def micro_batches_in_words() -> None:
+    trained(Returns(), "2")
+
+
 def clip_of_each_rank() -> None:
     fresh(clip=0.1 * (1 + Mesh("dp2").rank))
 
@@ -246,6 +296,13 @@ REFUSED: dict[Callable[[], None], tuple[str, str]] = {
     contract_replaced: ("IG301", "norm.weight"),
     clip_below_zero: ("IG522", "clip=-1.0"),
     clip_in_words: ("IG522", "clip='1'"),
+    bucket_of_no_size: ("IG522", "bucket_mb=nan"),
+    bucket_below_zero: ("IG522", "bucket_mb=-1"),
+    sums_checked_on_one_rank: ("IG548", "check_sums() or the loss scale on ranks [1]"),
+    hook_that_uses_a_withheld_gradient: ("IG517", "first.weight"),
+    model_that_returns_nothing: ("IG518", "NoneType"),
+    model_that_returns_a_loss_alone: ("IG518", "tuple of 1"),
+    micro_batches_in_words: ("IG518", "'2'"),
     clip_of_each_rank: ("IG522", "clip is 0.1 or 0.2"),
     loss_scale_on_one_rank: ("IG522", "loss_scale is"),
     loss_scale_changed_on_one_rank: ("IG548", "the loss scale on ranks [1]"),

@@ -30,6 +30,8 @@ def micro_batches(batch: Any, count: int | None) -> list[Any]:
     leaves = [t for t in tree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
     rows = {len(t) for t in leaves}
     count = 1 if count is None else count
+    if not isinstance(count, int):
+        raise _refusal("the number of micro-batches is no whole number", repr(count), "None, or a number from 1")
     if len(rows) != 1:
         raise _refusal("the tensors of the batch have no common number of rows", f"{sorted(rows)}", "one")
     total = rows.pop()
@@ -48,6 +50,15 @@ def call(model: Callable[..., Any], micro: Any) -> Any:
         if isinstance(micro, dict):
             return model(**micro)
         return model(*micro) if isinstance(micro, tuple) else model(micro)
+
+
+def loss_of(model: Callable[..., Any], micro: Any) -> Any:
+    """What the model returns for a micro-batch: (loss, weight), or Terms."""
+    result = call(model, micro)
+    if isinstance(result, Terms) or (isinstance(result, tuple | list) and len(result) == 2):
+        return result
+    kind = f"{type(result).__name__} of {len(result)}" if isinstance(result, tuple | list) else type(result).__name__
+    raise _refusal("the model returns no loss with its weight", kind, "(loss, weight), or ig.Terms", fix=None)
 
 
 def said_weights(model: nn.Module, micros: Sequence[Any]) -> dict[str, Tensor] | None:
@@ -87,6 +98,8 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
         buffer.data.copy_(value)  # .data: a graph that has saved the buffer may still be used
 
 
-def _refusal(what: str, seen: str, expected: str) -> EngineError:
-    fix = "give train_step a dict or tuple of tensors with samples in dim 0, or a list of micro-batches"
+CUT = "give train_step a dict or tuple of tensors with samples in dim 0, or a list of micro-batches"
+
+
+def _refusal(what: str, seen: str, expected: str, fix: str | None = CUT) -> EngineError:
     return EngineError("IG518", what, seen=seen, expected=expected, fix=fix)

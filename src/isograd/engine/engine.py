@@ -277,7 +277,7 @@ class Engine:
             if number and not self._keeps_local:
                 self.step_state.reducer.begin_pass()  # frees what the micro-batch before has packed
             with self.no_sync() if keeps else nullcontext():
-                result = batches.call(self.model, micro)
+                result = batches.loss_of(self.model, micro)
                 if isinstance(result, Terms) and self.step_state.term_weights.expected is None:
                     weights = batches.counted_weights(self.model, result, micros[1:], self.mesh.device)
                     self._begin(weights, exact=False)
@@ -311,9 +311,9 @@ class Engine:
             with self._inputs.evaluating():
                 with abort_group_on_interrupt() if self.mesh.layers_wait else nullcontext():  # for this one's forward
                     self._check_lockstep("begins an evaluation")  # its forwards would pass for those of a step
-                    results = pipeline.evaluate(micros) if pipeline else [batches.call(self.model, m) for m in micros]
+                    found = pipeline.evaluate(micros) if pipeline else [batches.loss_of(self.model, m) for m in micros]
                     self._inputs.add(self.model, batch)  # of a pipeline; others' forwards have said the same
-                mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))
+                mine = torch.cat((evaluation.columns(found, self._device), self._inputs.columns().to(self._device)))
                 with abort_group_on_interrupt():
                     self._gather_step_status(Status.EVALUATES)
                     table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
@@ -326,7 +326,7 @@ class Engine:
             return evaluation.of_losses(step_status.of_data(table, self.mesh)[:, :2])
         if bool(weight.any()):
             raise self.step_state.term_weights.mixed()
-        notes = all_gather_object(evaluation.sums_of_terms(results), self.mesh)
+        notes = all_gather_object(evaluation.sums_of_terms(found), self.mesh)
         return evaluation.of_terms(notes[rank] for rank in step_status.with_own_things(self.mesh))
 
     @contextmanager
@@ -460,7 +460,8 @@ class Engine:
         else:
             own, columns = term_weights.message(announces)
         can = self._device_decision.possible(whole and status is Status.FINE and term_weights.expected is None)
-        settings, more = self._sharded_optimizer.settings(self.mesh, self.clip, repr(self.loss_scale))
+        alike = self.clip, repr(self.loss_scale), step_state.reducer.sums is not None
+        settings, more = self._sharded_optimizer.settings(self.mesh, *alike)
         more |= {"inputs": self._inputs.columns(), "terms": columns, "device": can}
         return step_status.gather_step_status(
             step_state, status, wrong, more, partial(self._decide, status=status, whole=whole), self._drop, own,

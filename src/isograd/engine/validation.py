@@ -61,10 +61,13 @@ def check_supported_parameters(
     complex_ones, sparse, hooked = (list(dict.fromkeys(n for note in notes for n in note[kind])) for kind in range(3))
     given = {name: {note[3][name] for note in notes} for name in options}
     unlike = [f"{name} is {' or '.join(sorted(values))}" for name, values in given.items() if len(values) > 1]
-    clip = options.get("clip")
-    if unlike or not (clip is None or (isinstance(clip, Real) and float(clip) >= 0)):
-        seen = "; ".join(unlike) or f"clip={clip!r}"
-        raise EngineError("IG522", seen=seen, where=mesh.describe_rank())
+    clip, bucket = options.get("clip"), options.get("bucket_mb", 1.0)
+    if not (clip is None or (isinstance(clip, Real) and float(clip) >= 0)):
+        unlike.append(f"clip={clip!r}")
+    if not (isinstance(bucket, Real) and 0 < float(bucket) < math.inf):
+        unlike.append(f"bucket_mb={bucket!r}")
+    if unlike:
+        raise EngineError("IG522", seen="; ".join(unlike), where=mesh.describe_rank())
     if hooked:
         raise EngineError("IG545", where=mesh.describe_rank(), names=hooked[:8])
     if complex_ones:
@@ -360,10 +363,10 @@ class Watch:
 
     @contextmanager
     def naming_changes(self, mesh: Mesh) -> Iterator[None]:
-        """Where torch refuses the shapes or dtypes of a changed model."""
+        """Where what was changed makes something raise: torch at other shapes, a new hook at a withheld `.grad`."""
         try:
             yield
-        except RuntimeError as error:
+        except Exception as error:
             changed = None if isinstance(error, IsogradError) else self.problem(mesh)
             if changed is None:
                 raise

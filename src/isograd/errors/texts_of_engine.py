@@ -95,7 +95,7 @@ IG520: reproducible sums are not built for pipelines
 IG521: engine.backward cannot run a pipeline
   expected: engine.train_step(batch, micro_batches=k), which runs every layout
 IG522: an option of the Engine that is none, or that is not the same on all ranks
-  expected: clip: None, or a number from 0; the same options on all ranks
+  expected: clip: None, or a number from 0; bucket_mb: a number above 0; the same options on all ranks
 IG523: a rank of the pipeline has nothing to train
   expected: at least one on each
   fix:      give split= so that each rank has a layer that trains, or use fewer pp ranks
@@ -165,7 +165,8 @@ IG547: ranks of one tp group have different losses of one batch
   expected: the whole loss on every rank of a tp group, computed in the same way
   fix:      scale, mask or add to the loss alike on all ranks of a tp group
 IG548: the optimizers of ranks that train one model are set differently
-  seen:     lr, decay or another number of a group, clip or the loss scale on ranks {unlike} is not that of rank {first}
+  seen:     lr, decay or another number of a group, clip, check_sums() or the loss scale on ranks {unlike} is not that
+            of rank {first}
   expected: equal groups on all ranks, which step copies or rows of the same parameters; on pp ranks, equal settings of
             groups that the optimizer was made with alike
   fix:      drive schedules by what all ranks share: stats.loss of engine.step(), not a rank's own loss; give groups of
