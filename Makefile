@@ -34,8 +34,8 @@ chromium:
 test-fast: $(STAMP)
 	$(RUN) -m pytest -m "not slow and not medium"
 
-# WORKERS=2: each has worlds of its own; a file's tests stay together, with what they share.
-WORKERS ?= 0
+# Two workers: each has worlds of its own; a file's tests stay together, with what they share. WORKERS=0: this process alone.
+WORKERS ?= 2
 test: $(STAMP) chromium
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 

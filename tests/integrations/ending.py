@@ -11,7 +11,6 @@ import atexit
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ import torch
 
 import isograd as ig
 from isograd.comm import world
+from tests.integrations.worlds import free_port
 
 PLACES = ("loss", "callback", "loader")
 LAYOUTS = (None, "zero1", "zero3")
@@ -126,12 +126,6 @@ def rank_of(rank: int, port: int, said: Path, loop: str, *case: Any) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(ended)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def pair(loop: str, at: str, layout: str | None, failing: int) -> dict[str, Any]:

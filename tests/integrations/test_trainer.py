@@ -20,7 +20,7 @@ import isograd as ig
 from isograd.comm import world
 
 from . import toys
-from .worlds import as_torchrun_starts_it
+from .worlds import as_torchrun_starts_it, free_port
 
 pytest.importorskip("accelerate")
 
@@ -412,14 +412,6 @@ def test_a_rank_that_loses_another_one_names_it_and_its_error(tmp_path: Path) ->
     error = ranks[0].communicate(timeout=140)[1]
     ranks[1].communicate(timeout=20)
     assert "IG870" in error and "rank 1: ValueError: a bad callback" in error, error[-3000:]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def refused() -> list[str]:

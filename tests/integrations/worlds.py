@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
 from isograd.comm import world
 from isograd.comm.device import device
+
+
+def free_port() -> int:
+    """Of this machine."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 @contextmanager
@@ -42,6 +50,6 @@ def as_lightning_finds_it() -> Iterator[tuple[int, int]]:
     rank, ranks = world.world()
     told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     told |= {"GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1"}
-    told["MASTER_PORT"] = os.environ.get("MASTER_PORT", "1")  # in a world of the tests' own it is there already
+    told["MASTER_PORT"] = os.environ.get("MASTER_PORT", free_port())  # a world of the tests' own is there already
     with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
         yield rank, ranks
