@@ -86,11 +86,6 @@ class Threads:
 
 
 @pytest.fixture(scope="session")
-def threads() -> Callable[[int], Threads]:
-    return Threads
-
-
-@pytest.fixture(scope="session")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], World]]:
     multiprocessing.set_forkserver_preload(["isograd.comm.worker", "tests.preloaded"])
     forkserver.ensure_running()
@@ -106,3 +101,9 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int],
     yield world
     for one in started.values():
         one.close()
+
+
+@pytest.fixture(scope="session")
+def threads(request: pytest.FixtureRequest) -> Callable[[int], Threads | World]:
+    """For what is proven of the engine, whatever carries its messages: at half of the CPU time of processes."""
+    return request.getfixturevalue("worlds") if sizes.on_gloo() else Threads

@@ -1,13 +1,15 @@
 """Which tests run how often: `make test-fast` after an edit, `make test` before a push and in CI, `make full`.
 
-Fast are tests of up to two ranks that take little time. A test that uses `worlds` and whose parameters name a layout of
-more than two ranks is medium, without a mark; so is what medium.txt lists, by file and the beginning of the name: tests
-of more than 0.3 s (`pytest --cpu-times FILE`, tests/cpu_times.py). A file marks its slow tests. Of a product of
-settings (`sized`), the cases in which every pair of values meets are medium, the rest are slow.
+Fast are tests of up to two ranks that take little time. A test that uses `worlds` (gloo) or `threads` and whose
+parameters name a layout of more than two ranks is medium, without a mark; so is what medium.txt lists, by file and the
+beginning of the name: tests of more than 0.3 s (`pytest --cpu-times FILE`, tests/cpu_times.py). A file marks its slow
+tests. Of a product of settings (`sized`), the cases in which every pair of values meets are medium, the rest are slow.
+With RANKS=gloo, as in `make full`, what runs on threads elsewhere runs on processes.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations
@@ -20,6 +22,11 @@ import pytest
 Case = TypeVar("Case")
 
 MEDIUM = tuple(Path(__file__).with_name("medium.txt").read_text().split())
+
+
+def on_gloo() -> bool:
+    """Whether every rank is a process."""
+    return os.environ.get("RANKS") == "gloo"
 
 
 def pairwise(cases: Iterable[Case], values: Callable[[Any], Sequence[Hashable]] = tuple) -> list[Case]:
@@ -56,7 +63,9 @@ def mark(item: pytest.Item) -> None:
 
 
 def _most_ranks(item: pytest.Item) -> int:
-    if not (isinstance(item, pytest.Function) and hasattr(item, "callspec") and "worlds" in item.fixturenames):
+    if not (
+        isinstance(item, pytest.Function) and hasattr(item, "callspec") and {"worlds", "threads"} & {*item.fixturenames}
+    ):
         return 1
     layouts = [value for value in item.callspec.params.values() if isinstance(value, str)]
     return max((prod(map(int, re.findall(r"\b[dctp]p(\d+)", layout))) for layout in layouts), default=1)

@@ -62,17 +62,17 @@ def gradients(layout: str, how: str) -> dict[str, Tensor]:
 @pytest.mark.medium
 @pytest.mark.parametrize("how", ["plain", "recompute", "logits", "first labels only"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_one_devices(worlds, layout: str, how: str) -> None:
+def test_gradients_are_one_devices(threads, layout: str, how: str) -> None:
     """Also of a loss computed from the gathered logits: each cp rank weighs it once, so its adjoint is the sum."""
-    expected = worlds(1).run(gradients, "1", how)[0]
-    for found in worlds(Layout.parse(layout).world_size).run(gradients, layout, how):
+    expected = threads(1).run(gradients, "1", how)[0]
+    for found in threads(Layout.parse(layout).world_size).run(gradients, layout, how):
         close(found, expected)
 
 
 @pytest.mark.parametrize("layout", few(["cp2 ulysses", "cp2 ring"], slow=["cp2 ulysses"]))
-def test_compiled_blocks_have_the_gradients_of_one_device(worlds, layout: str) -> None:
-    expected = worlds(1).run(gradients, "1", "compile")[0]
-    for found in worlds(2).run(gradients, layout, "compile"):
+def test_compiled_blocks_have_the_gradients_of_one_device(threads, layout: str) -> None:
+    expected = threads(1).run(gradients, "1", "compile")[0]
+    for found in threads(2).run(gradients, layout, "compile"):
         close(found, expected)
 
 
@@ -96,8 +96,8 @@ def other_rows_on_cp_ranks() -> str:
     return "not refused"
 
 
-def test_different_sequences_in_a_cp_group_are_refused(worlds) -> None:
-    for text in worlds(2).run(other_rows_on_cp_ranks):
+def test_different_sequences_in_a_cp_group_are_refused(threads) -> None:
+    for text in threads(2).run(other_rows_on_cp_ranks):
         assert "IG414" in text
         assert "mesh.index('dp')" in text
 

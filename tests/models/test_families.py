@@ -142,11 +142,11 @@ def full_config(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["1", "tp2", "tp2 sp zero1", "tp4 sp"])
 @pytest.mark.parametrize("name", SMALL)
-def test_a_hugging_face_model_and_ours_have_the_same_logits_and_gradients(worlds, name: str, layout: str) -> None:
+def test_a_hugging_face_model_and_ours_have_the_same_logits_and_gradients(threads, name: str, layout: str) -> None:
     logits, gradients = their_logits_and_gradients(name)
     states = [stored(name, dtype) for dtype in (torch.float32, torch.float64)]
     ranks = Mesh.unbound(layout).layout.world_size
-    for our_logits, our_gradients, same in worlds(ranks).run(ours, layout, name, full_config(name), *states):
+    for our_logits, our_gradients, same in threads(ranks).run(ours, layout, name, full_config(name), *states):
         assert float((our_logits - logits).abs().max()) < 1e-5 * max(1.0, float(logits.abs().max()))
         assert our_gradients.keys() == gradients.keys()
         whole = float(torch.stack([g.norm() for g in gradients.values()]).norm())

@@ -136,10 +136,10 @@ def weights(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_family_has_transformers_logits_and_gradients_on_one_device_and_under_every_layout(worlds, name: str) -> None:
-    alone = worlds(1).run(ours, ("1",), full_config(name), weights(name))[0]
+def test_a_family_has_transformers_logits_and_gradients_under_every_layout(threads, name: str) -> None:
+    alone = threads(1).run(ours, ("1",), full_config(name), weights(name))[0]
     assert not off(alone, name)
-    for found in worlds(2).run(ours, LAYOUTS, full_config(name), weights(name)):
+    for found in threads(2).run(ours, LAYOUTS, full_config(name), weights(name)):
         assert not off(found, name)
 
 
@@ -230,14 +230,14 @@ def exported(folders: list[str]) -> None:
         export_hf(model, f"{folder}-out")
 
 
-def test_an_export_has_the_names_and_bits_of_what_was_read_and_generates_the_same(worlds, tmp_path) -> None:
+def test_an_export_has_the_names_and_bits_of_what_was_read_and_generates_the_same(threads, tmp_path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     for name, values in SMALL.items():
         config = AutoConfig.for_model(**values)
         torch.manual_seed(3)
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
-    worlds(1).run(exported, [str(tmp_path / name) for name in SMALL])
+    threads(1).run(exported, [str(tmp_path / name) for name in SMALL])
     tokens = batch()[0][:1]
     for name in SMALL:
         read, written = (AutoModelForCausalLM.from_pretrained(tmp_path / n).eval() for n in (name, f"{name}-out"))

@@ -73,9 +73,9 @@ def plain(tied: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("tied", CONFIGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_those_of_whole_logits_on_one_device(worlds, layout: str, tied: str, how: str) -> None:
+def test_gradients_are_those_of_whole_logits_on_one_device(threads, layout: str, tied: str, how: str) -> None:
     expected = plain(tied)
-    for found in worlds(Layout.parse(layout).world_size).run(gradients, layout, tied, how):
+    for found in threads(Layout.parse(layout).world_size).run(gradients, layout, tied, how):
         assert found.keys() == expected.keys()
         for name, theirs in expected.items():
             assert float((found[name] - theirs).norm()) <= 1e-12 * max(float(theirs.norm()), 1.0), name

@@ -30,10 +30,10 @@ def weights(name: str, layout: str) -> dict[str, Tensor]:
 @pytest.mark.medium
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_initial_weights_are_the_same_bits_under_every_layout(worlds, name: str, layout: str) -> None:
+def test_initial_weights_are_the_same_bits_under_every_layout(threads, name: str, layout: str) -> None:
     expected = {n: p.detach() for n, p in Transformer(preset(name), Mesh.unbound("1"), seed=4).named_parameters()}
     ranks = Mesh.unbound(layout).layout.world_size
-    for found in worlds(ranks).run(weights, name, layout):
+    for found in threads(ranks).run(weights, name, layout):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[n], expected[n]) for n in expected)
 
@@ -54,10 +54,10 @@ def dropped(layout: str) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_dropout_masks_are_the_same_under_every_layout(worlds, layout: str) -> None:
-    expected = worlds(1).run(dropped, "1")[0]
+def test_dropout_masks_are_the_same_under_every_layout(threads, layout: str) -> None:
+    expected = threads(1).run(dropped, "1")[0]
     assert 0.3 < float(expected.double().mean()) < 0.7
-    for found in worlds(Mesh.unbound(layout).layout.world_size).run(dropped, layout):
+    for found in threads(Mesh.unbound(layout).layout.world_size).run(dropped, layout):
         assert torch.equal(found, expected)
 
 
@@ -80,8 +80,8 @@ COMPILED = [pytest.param(layout, "compile", marks=pytest.mark.slow if layout in 
 
 
 @pytest.mark.parametrize(("layout", "how"), [*product(WAYS, ["recompute"]), *COMPILED])
-def test_recomputed_and_compiled_blocks_have_the_gradients_of_plain_ones(worlds, layout: str, how: str) -> None:
-    world = worlds(Mesh.unbound(layout).layout.world_size)
+def test_recomputed_and_compiled_blocks_have_the_gradients_of_plain_ones(threads, layout: str, how: str) -> None:
+    world = threads(Mesh.unbound(layout).layout.world_size)
     name = "tiny-gpt2" if how == "recompute" else "tiny-llama"
     truth = world.run(partial(gradients, layout, name, "" if how == "recompute" else "compile-not"))[0]
     if how == "compile":  # plain, with the same (absent) dropout

@@ -53,10 +53,10 @@ LARGE = (
     [*CASES, WITHOUT, *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGE)],
 )
 def test_experts_train_as_on_one_device(
-    worlds, layout: str, zero: int, kind: str, scope: str, accumulation: int, recompute: bool
+    threads, layout: str, zero: int, kind: str, scope: str, accumulation: int, recompute: bool
 ) -> None:
     case = sparse.Case(layout, zero, kind, scope, accumulation, recompute)
-    assert not case.wrong(worlds(Layout.parse(layout).world_size).run(case.run))
+    assert not case.wrong(threads(Layout.parse(layout).world_size).run(case.run))
 
 
 IDLE = (
@@ -77,11 +77,11 @@ IDLE = (
 
 @pytest.mark.parametrize(("layout", "zero", "kind", "scope", "accumulation"), IDLE)
 def test_an_expert_that_nobody_chooses_and_a_rank_without_tokens_change_no_gradient(
-    worlds, layout: str, zero: int, kind: str, scope: str, accumulation: int
+    threads, layout: str, zero: int, kind: str, scope: str, accumulation: int
 ) -> None:
     """Also plain dp, where all experts are on each rank, and one expert per token with a dense first layer."""
     case = sparse.Case(layout, zero, kind, scope, accumulation, recompute=accumulation == 4, idle=True)
-    results = worlds(Layout.parse(layout).world_size).run(case.run)
+    results = threads(Layout.parse(layout).world_size).run(case.run)
     assert not case.wrong(results)
     loads = [load for found in results for load in found.loads.values()]
     assert loads
@@ -89,8 +89,8 @@ def test_an_expert_that_nobody_chooses_and_a_rank_without_tokens_change_no_gradi
 
 
 @pytest.mark.parametrize("layout", few(["dp2 tp2 sp ep2", "dp4 ep2"], slow=["dp4 ep2"]))
-def test_experts_have_the_same_bits_at_every_zero_stage(worlds, layout: str) -> None:
-    runs = [worlds(4).run(sparse.train, f"{layout} zero{n}", "one, shared", "sequence", 2, False) for n in range(4)]
+def test_experts_have_the_same_bits_at_every_zero_stage(threads, layout: str) -> None:
+    runs = [threads(4).run(sparse.train, f"{layout} zero{n}", "one, shared", "sequence", 2, False) for n in range(4)]
     for results in runs:
         for found, first in zip(results, runs[0], strict=True):
             for ours, theirs in zip([*found.before, found.parameters], [*first.before, first.parameters], strict=True):

@@ -93,15 +93,15 @@ def test_every_pair_of_values_meets_in_the_grid() -> None:
     ids=[f"{layout}-{model}-{m}{f'-recompute {r}' if r else ''}" for layout, model, m, r in GRID],
 )
 def test_a_pipeline_trains_as_one_device_does(
-    worlds, layout: str, model: str, micro_batches: int, recompute: bool | str
+    threads, layout: str, model: str, micro_batches: int, recompute: bool | str
 ) -> None:
     case = cases.Case(layout, model, micro_batches, recompute=recompute)
-    assert not case.wrong(worlds(Layout.parse(layout).world_size).run(case.run))
+    assert not case.wrong(threads(Layout.parse(layout).world_size).run(case.run))
 
 
 @pytest.mark.parametrize("layout", ["dp2 pp2", "pp2 vpp2 zb tp2 sp"])
-def test_zero_stages_give_the_same_bits_under_pp(worlds, layout: str) -> None:
-    world = worlds(Layout.parse(layout).world_size)
+def test_zero_stages_give_the_same_bits_under_pp(threads, layout: str) -> None:
+    world = threads(Layout.parse(layout).world_size)
     runs = [cases.on_layout(world, f"{layout} zero{stage}", "deep-tied", 2) for stage in (0, 1, 2)]
     for rank in range(len(runs[0])):
         assert len({run[rank].settled for run in runs}) == 1
@@ -128,13 +128,13 @@ def most_blocks_at_once(layout: str) -> int:
 
 
 @pytest.mark.medium
-def test_at_stage_3_a_stage_of_a_pipeline_has_few_of_its_blocks_whole_at_a_time(worlds) -> None:
-    assert set(worlds(4).run(most_blocks_at_once, "dp2 pp2 zero3")) == {2}  # the one that computes and the next
+def test_at_stage_3_a_stage_of_a_pipeline_has_few_of_its_blocks_whole_at_a_time(threads) -> None:
+    assert set(threads(4).run(most_blocks_at_once, "dp2 pp2 zero3")) == {2}  # the one that computes and the next
 
 
 @pytest.mark.parametrize("layout", ["dp2 pp2 zero1", "pp2 zb tp2 sp", "pp4 zero2"])
-def test_copies_of_a_tied_weight_are_byte_equal_after_three_steps(worlds, layout: str) -> None:
-    results = worlds(4).run(cases.train, layout, "deep-tied", 2, torch.float64, False, False, cases.Text(), False, 3)
+def test_copies_of_a_tied_weight_are_byte_equal_after_three_steps(threads, layout: str) -> None:
+    results = threads(4).run(cases.train, layout, "deep-tied", 2, torch.float64, False, False, cases.Text(), False, 3)
     holders = [result for result in results if any("embed.weight" in place for place in result.replicas)]
     assert len({tuple(r.losses) for r in results}) == 1
     assert len(results[0].losses) == 3
@@ -144,10 +144,10 @@ def test_copies_of_a_tied_weight_are_byte_equal_after_three_steps(worlds, layout
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["dp2 pp2 zb zero1", "pp2 tp2 sp"])
-def test_working_precision_stays_within_one_devices_noise_under_pp(worlds, layout: str, dtype: torch.dtype) -> None:
+def test_working_precision_stays_within_one_devices_noise_under_pp(threads, layout: str, dtype: torch.dtype) -> None:
     """Below 2 is right, above 8 is a bug (GRADIENTS.md 4)."""
     parsed = Layout.parse(layout)
-    found = cases.on_layout(worlds(4), layout, "deep-tied", 3, dtype=dtype)[0]
+    found = cases.on_layout(threads(4), layout, "deep-tied", 3, dtype=dtype)[0]
     ratios = noise_ratios(found, dtype, "deep-tied", 3 * parsed.dp)
     assert ratios["all"] < 2, ratios
     assert max(ratios.values()) < 3, ratios

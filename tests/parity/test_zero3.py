@@ -27,9 +27,9 @@ GRID = [case for case in product(LAYOUTS, cases.MODELS, (1, 3)) if runs(Layout.p
 
 @pytest.mark.parametrize(("layout", "model", "accumulation"), sized(GRID, settings, on_two_ranks))
 def test_stage_3_trains_as_one_device_does_with_the_bits_of_stage_1(
-    worlds, layout: str, model: str, accumulation: int
+    threads, layout: str, model: str, accumulation: int
 ) -> None:
-    world = worlds(Layout.parse(layout).world_size)
+    world = threads(Layout.parse(layout).world_size)
     case = cases.Case(f"{layout} zero3", model, accumulation)
     results = world.run(case.run)
     assert not case.wrong(results)

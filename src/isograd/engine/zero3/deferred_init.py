@@ -17,9 +17,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from isograd.core.contract import Contract, init_fn_of
 from isograd.core.contract_table import ContractRow, ContractTable
@@ -33,18 +35,18 @@ from isograd.io.safetensors_reader import SafetensorsReader, Weights
 def empty_parameters() -> Iterator[None]:
     """Modules built in here have parameters on the meta device. Buffers keep memory and values, because files of
     weights do not hold all of them (rotary frequencies, for example)."""
-    register = nn.Module.register_parameter
+    here = get_ident()
 
-    def emptied(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(module, name, param)
-        if param is not None and param.device.type != "meta":
-            module._parameters[name] = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+    def emptied(_: nn.Module, __: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if get_ident() != here or param is None or param.is_meta:
+            return None
+        return nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
 
-    nn.Module.register_parameter = emptied  # type: ignore[method-assign, assignment]
+    handle = register_module_parameter_registration_hook(emptied)
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        handle.remove()
 
 
 class FirstValues:
