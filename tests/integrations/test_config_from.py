@@ -165,6 +165,19 @@ def test_scripts_without_a_model_are_refused(text: str) -> None:
         megatron_config.convert(megatron_config.arguments_of(text), 1)
 
 
+@pytest.mark.parametrize("text", ["A=$A$A$A\n" * 60, ("A=" + "$A" * 20 + "\n") * 6, "--lr " + "$A" * 300_000])
+def test_variables_of_a_script_grow_up_to_a_limit(text: str) -> None:
+    with pytest.raises(IntegrationError, match="IG863: variables that grow"):
+        megatron_config.arguments_of("A=aaaa\n" + text)
+
+
+def test_yaml_that_is_none_is_refused_with_its_line(tmp_path: Path) -> None:
+    for text, line in (("{a: " * 20_000, 1), ("a: 1\nb: [", 2)):
+        (tmp_path / "deep.yaml").write_text(text)
+        with pytest.raises(IntegrationError, match=rf"IG863: no file of YAML\n  seen:     .*deep.yaml:{line}:"):
+            read(str(tmp_path / "deep.yaml"), None)
+
+
 def test_a_script_is_never_run(tmp_path: Path) -> None:
     text = (
         f'X=$(touch {tmp_path}/made)\n`touch {tmp_path}/made`\n--num-layers "$(touch {tmp_path}/made)" --hidden-size $X'

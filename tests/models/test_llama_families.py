@@ -216,6 +216,15 @@ def test_options_that_no_family_has_are_refused_at_an_export_and_wrong_ones_at_o
         TransformerConfig.from_dict({**dataclasses.asdict(plain), "sliding_windows": 3})
 
 
+@pytest.mark.parametrize(
+    "change", [{"head_dim": 3}, {"rotary_fraction": 2.0}, {"rotary_fraction": 0.1}, {"init_std": -1.0}]
+)
+def test_heads_that_rotary_positions_cannot_turn_are_refused(change: dict[str, float]) -> None:
+    plain = from_hf_config(full_config("llama3"))
+    with pytest.raises(ConfigError, match=r"IG601.*(rotary_fraction|init_std must be 0 or more)"):
+        dataclasses.replace(plain, **change)
+
+
 def test_fewer_layers_keep_one_of_each_kind() -> None:
     qwen = dataclasses.replace(from_hf_config(full_config("qwen2")), layers=12, full_layers=(5, 11))
     assert qwen.with_layers(2).full_layers == (1,)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from isograd.checkpoint.folder import checkpoints
 from isograd.errors import TrainError
 from isograd.io import atomic, plots
 from isograd.train import journal, run_folder
@@ -80,6 +81,9 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TrainError, match="IG988"):
         run_folder.make_folder(tmp_path / "file" / "run")
+    with pytest.raises(TrainError, match="IG988"):
+        run_folder.make_folder(tmp_path / ("x" * 300))
+    assert checkpoints(tmp_path / ("x" * 300)) == []
 
 
 def test_lines_wait_for_room_where_checkpoints_do(tmp_path: Path) -> None:

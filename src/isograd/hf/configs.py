@@ -10,8 +10,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from isograd.errors import ConfigError, did_you_mean
 from isograd.hf.rotary import BY_LAYER, SWITCHED, layer_types, rope_parameters, rotary, windows
 from isograd.io import yaml_reader
@@ -350,9 +348,9 @@ def _read(path: Path, source: str) -> Any:
     except FileError as no_json:
         try:
             return yaml_reader.parse(text)
-        except (yaml.YAMLError, RecursionError, ValueError):
+        except yaml_reader.ERRORS:
             seen = no_json.brief
             raise ConfigError("IG606", f"{source} is neither YAML nor JSON", seen=seen) from no_json
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except yaml_reader.ERRORS as error:
         seen = yaml_reader.read_error(source, error)
         raise ConfigError("IG606", f"{source} is neither YAML nor JSON", seen=seen) from error

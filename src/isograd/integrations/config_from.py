@@ -85,7 +85,11 @@ def read(source: str, kind: str | None) -> tuple[object, str]:
         text = read_text(source, CONFIG, follow=True)
         if kind == "megatron" or (kind is None and not source.endswith((".yaml", ".yml")) and "--" in text):
             return megatron_config.arguments_of(text), "megatron"
-        values = yaml_reader.parse(text)
+        try:
+            values = yaml_reader.parse(text)
+        except yaml_reader.ERRORS as error:
+            seen = yaml_reader.read_error(source, error)
+            raise IntegrationError("IG863", "no file of YAML", seen=seen, fix="change that line") from error
     if not isinstance(values, dict) or not values:
         raise IntegrationError(
             "IG863",

@@ -27,6 +27,7 @@ NEOX = {  # Megatron-LM's name: GPT-NeoX's
     "lr_warmup_fraction": "warmup", "qk_layernorm": "use_qk_layernorm", "window_size": "sliding_window_width",
     "untie_embeddings_and_output_weights": "no_weight_tying",
 }  # fmt: skip
+LONGEST = 1 << 20  # characters of a word whose variables are filled in
 SEVERAL = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "cp_comm_type", "moe_layer_freq"}
 KERNELS, MEMORY = "isograd chooses its kernels", "isograd plans its own memory"
 IDLE = {  # a name, or the beginning of names that ends in _: why it has no meaning here, whatever its value
@@ -401,9 +402,17 @@ def _collect(words: list[str], variables: dict[str, str], found: dict[str, Any])
 def _filled(word: str, variables: dict[str, str]) -> str:
     """A word with the variables that are known; `${NAME:-usual}` is `usual`."""
 
+    length = 0
+
     def put(match: re.Match[str]) -> str:
+        nonlocal length
         name, usual = match[1] or match[3], match[2]
-        return variables.get(name, match[0] if usual is None else usual.strip("\"'"))
+        value = variables.get(name, match[0] if usual is None else usual.strip("\"'"))
+        length += len(value)
+        if length > LONGEST:
+            what, seen = "variables that grow in each other", f"more than {LONGEST:,} characters of {word[:80]!r}"
+            raise IntegrationError("IG863", what, seen=seen, fix="write the values out")
+        return value
 
     return re.sub(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)", put, word)
 

@@ -31,6 +31,9 @@ _SURPRISES = {
 }
 
 
+ERRORS = (yaml.YAMLError, RecursionError, ValueError)  # of `parse` and `parse_with_lines`
+
+
 class Refused(ValueError):
     """YAML that is not read, with its line."""
 
@@ -77,7 +80,7 @@ _Loader.add_implicit_resolver(_CORE + "float", re.compile(r"^[-+]?\d[\d_]*(\.\d*
 
 
 def parse(text: str) -> Any:
-    """The value of a YAML text. Raises ValueError, or yaml's own error, with the line."""
+    """The value of a YAML text. Raises one of ERRORS, with the line."""
     value, lines = _built(_Loader(text))
     seen = set[Place]()
     for place, line in lines:

@@ -88,6 +88,13 @@ class TransformerConfig(AttentionConfig):
         found, numbers = [], self.full_layers
         if self.rope_theta <= 0:
             found.append(f"rope_theta must be positive, not {self.rope_theta}")
+        if self.positions == "rotary" and self.heads > 0 and not self._turns_pairs():
+            found.append(
+                f"rotary positions turn pairs of features: of a head's {self.head_dim or self.hidden // self.heads} "
+                f"they cannot turn rotary_fraction {self.rotary_fraction:g}"
+            )
+        if not self.init_std >= 0:
+            found.append(f"init_std must be 0 or more, not {self.init_std}")
         if self.sliding_window is not None and self.sliding_window < 1:
             found.append(f"sliding_window must be at least 1, not {self.sliding_window}")
         if any(not 0 <= n < self.layers for n in numbers) or list(numbers) != sorted(set(numbers)):
@@ -101,6 +108,9 @@ class TransformerConfig(AttentionConfig):
                 found.append("rope_theta 1 has no positions that yarn could scale")
             found += self.rope_scaling.problems()
         return found
+
+    def _turns_pairs(self) -> bool:
+        return 0 < self.rotary_fraction <= 1 and self.rotary_dims > 0 and self.rotary_dims % 2 == 0
 
     @property
     def rotary_dims(self) -> int:

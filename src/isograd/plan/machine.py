@@ -159,7 +159,7 @@ def load(source: str) -> Machine:
         )  # fmt: skip
     try:
         values = yaml_reader.parse(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except yaml_reader.ERRORS as error:
         raise _refused(source, yaml_reader.why(error)) from error
     return from_dict(values, source)
 

@@ -100,7 +100,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
         values, lines = yaml_reader.parse_with_lines(read_text(path, CONFIG, follow=True))
     except FileError as error:
         raise ConfigError("IG632", f"{path} is not a config", seen=error.brief, expected="a file of YAML") from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except yaml_reader.ERRORS as error:
         raise ConfigError(
             "IG632", f"{path} cannot be read as YAML", seen=yaml_reader.read_error(path, error),
             expected="a mapping of fields", fix="change that line",
@@ -139,7 +139,7 @@ def _put(values: dict[str, Any], origins: dict[Place, str], options: Sequence[st
                 continue
             value = yaml_reader.parse(text)
             _set(values, place, text if value is None and text != "null" else value)
-        except (yaml.YAMLError, RecursionError, ValueError, TypeError, IndexError) as error:
+        except (*yaml_reader.ERRORS, TypeError, IndexError) as error:
             problems.append(f"command line: {word[:80]!r} cannot be set: {yaml_reader.why(error)}")
             continue
         typed[dotted(place)] = _spelled(name)

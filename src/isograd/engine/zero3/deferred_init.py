@@ -42,7 +42,7 @@ def empty_parameters() -> Iterator[None]:
             return None
         return nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
 
-    handle = register_module_parameter_registration_hook(emptied)
+    handle = register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]
     try:
         yield
     finally:
