@@ -329,14 +329,15 @@ class ShardedOptimizer:
     def settings(self, mesh: Mesh, *more: object) -> tuple[int, dict[str, Tensor]]:
         """A digest of the numbers that each parameter group is set to, and of `more`, which all ranks of a stage have
         in common. Under pp also columns of (kind, digest) for groups of each kind, and for `more`; 0: no such kind."""
-        now: dict[int, set[str]] = {1: {repr([*map(_plain, more)])}}
-        groups = [_settings(group) for group in self.optimizer.param_groups]
+        groups, shared = [_settings(group) for group in self.optimizer.param_groups], [*map(_plain, more)]
+        whole = crc32(repr((groups, *shared)).encode())
+        if mesh.size("pp") == 1:
+            return whole, {}
+        now: dict[int, set[str]] = {1: {repr(shared)}}
         for kind, group in zip(self._kinds, groups, strict=False):
             now.setdefault(kind, set()).add(group)
         pairs = [number for kind in sorted(now) for number in (kind, crc32(repr(sorted(now[kind])).encode()))]
-        columns = torch.tensor([*pairs, *[0] * 2 * KINDS][: 2 * KINDS], dtype=torch.float64)
-        whole = crc32(repr((groups, *map(_plain, more))).encode())
-        return whole, {"kinds": columns} if mesh.size("pp") > 1 else {}
+        return whole, {"kinds": torch.tensor([*pairs, *[0] * 2 * KINDS][: 2 * KINDS], dtype=torch.float64)}
 
     @torch.no_grad()
     def take_edits(self) -> None:
