@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 
-.PHONY: chromium demo full test test-fast lint format bench bench-quick docs sbom clean
+.PHONY: chromium demo full fuzz test test-fast lint format bench bench-quick docs sbom clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml verify/pyproject.toml constraints.txt
@@ -38,6 +38,10 @@ test-fast: $(STAMP)
 WORKERS ?= 2
 test: $(STAMP) chromium
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+
+# Half a minute of mutations for each reader of files, in CI after `make test`, which has a second for each.
+fuzz: $(STAMP)
+	ISOGRAD_FUZZ_SECONDS=30 $(RUN) -m pytest -n $(WORKERS) -k mutations tests/test_outside.py
 
 full: $(STAMP) chromium
 	$(RUN) scripts/full.py
