@@ -1,10 +1,12 @@
 # make demo: set up, train a small model with 4 local ranks, prove its layout.
 # make test-fast: the tests for an edit, two minutes. make test: before a push and in CI, under
-# 40 minutes on two cores. make full: every test, in pieces; those that have not run for longest come first.
+# 30 minutes on two cores. make full: every test, in pieces; those that have not run for longest come first.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/installed
+# Tests start hundreds of processes: each would compile isograd anew, and pytest its tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: chromium demo full fuzz test test-fast lint format bench bench-quick docs sbom clean
 .DEFAULT_GOAL := demo
