@@ -158,7 +158,7 @@ def _begin(folder: Path, recipe: Recipe) -> bool:
     if finished:
         manifest = read(folder)
         _same(folder, manifest.recipe, recipe)
-        check_sizes(folder, manifest, list(manifest.files()))
+        check_sizes(folder, manifest.files())
     elif any(RECORD.fullmatch(name) for name in names):
         _resume(folder, _recipe(folder), recipe, names)
     elif foreign := [] if RECIPE in names else sorted(names):
