@@ -1,13 +1,6 @@
 """Lightning on the engine: `Trainer(strategy=ig.integrations.LightningStrategy("dp4 zero3"))`, or strategy="isograd".
 
-A training_step says what its loss is the mean of: `return {"loss": loss, "weight": labels}`. Without a weight a loss
-that a model of transformers has made of `labels` weighs these, any other loss the rows of its batch. Nothing is divided
-by accumulate_grad_batches or ranks. Under cp and tp ("dp2 cp2 ulysses") the ranks of a group get the same rows, the
-model of transformers in the module computes this rank's part of them, and a training_step that returns
-`self.model(**batch).loss` weighs this part's labels. Under pp the micro-batches of a step go through the stages
-together when its last one has come; until then their losses are NaN. The engine is made when fit sets up, from the one
-optimizer of configure_optimizers; it clips to gradient_clip_val. Checkpoints are Lightning's, but for the optimizer's
-state, which is in a folder beside the file, NAME.isograd, and loads under any layout.
+The engine is made when fit sets up, from the one optimizer of configure_optimizers. docs/integrations/lightning.md.
 """
 
 from __future__ import annotations
@@ -42,7 +35,7 @@ NAME = "isograd"
 
 
 class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
-    """Takes the place of "ddp", "fsdp" and "deepspeed" in a Lightning Trainer; see the head of this file."""
+    """Takes the place of "ddp", "fsdp" and "deepspeed" in a Lightning Trainer: docs/integrations/lightning.md."""
 
     strategy_name = NAME
     model_axes = "dp cp tp ep pp"

@@ -1,9 +1,7 @@
 """The same run under several layouts, or runs that are over: speed, memory and bytes differ; the losses must not.
 
-Each layout runs in its own folder from the same first values on the same samples. Runs that are over are read from
-their folders: the one that lost a rank and the one that did not. Bytes are what the sockets of a
-rank's process sent in the steps, without the start, evaluations and saves; they are known for gloo on Linux and left
-out elsewhere.
+Each layout runs in its own folder from the same first values on the same samples. Bytes are what the sockets of a
+rank's process sent in the steps, without the start, evaluations and saves; known for gloo on Linux, left out elsewhere.
 """
 
 from __future__ import annotations

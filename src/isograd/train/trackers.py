@@ -1,9 +1,8 @@
 """Optional places for the numbers beside metrics.jsonl: TensorBoard, trackio, Weights & Biases, MLflow.
 
-Each is a package of its own, imported only where the config's `log` asks for it, and an extra of isograd. Rank 0 alone
-sends numbers. Where they go is the package's to say: WANDB_MODE=offline and MLFLOW_TRACKING_URI=... work as usual. In
-wandb a resumed run continues the same run, whose id is made from the folder's path; in trackio and MLflow it is a new
-one of the same name. Events without numbers are not sent.
+Each package is imported only where the config's `log` asks for it. Rank 0 alone sends numbers; events without numbers
+are not sent. In wandb a resumed run continues the same run, whose id is made from the folder's path; in trackio and
+MLflow it is a new one of the same name.
 """
 
 from __future__ import annotations

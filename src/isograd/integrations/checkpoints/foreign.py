@@ -1,15 +1,12 @@
 """Checkpoints of other trainers, under the names that transformers has: what hf/families.py reads.
 
-    isograd ckpt import outputs/checkpoint/step-100 out/ --config models/llama      # a Hugging Face folder
-
     transformers   FSDP2 and DTensors around models of transformers: the names are there already, behind a prefix
-    torchtitan     Llama 3: wq, w1, ...; queries and keys have the two halves of each rotation beside each other
+    torchtitan     Llama 3: queries and keys have the two halves of each rotation beside each other
     DeepSpeed      transformers' names, in the partitions of ZeRO: deepspeed.py
     Megatron-Core  torch_dist: linear_qkv by groups of heads, linear_fc1 gate above up, layers stacked or one by one,
                    vocabularies padded; Llama, Mistral and Qwen 3 without experts
 
-A tensor is put together when it is asked for, one at a time. Which names are there, and their shapes, is checked
-against the config before anything is read.
+One tensor at a time is put together. Names and shapes are checked against the config before anything is read.
 """
 
 from __future__ import annotations

@@ -1,15 +1,5 @@
 """DeepSpeed's integrations: its configs, and a loop that was written for its engine. docs/integrations/deepspeed.md.
 
-    from isograd.integrations import deepspeed                 # in the place of: import deepspeed
-    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json", ...)
-
-keys.py        what each key of a config asks for
-config.py      a config as the config of `isograd train`
-settings.py    a config as the settings of a loop, with its three schedules with a warmup
-loop.py        `initialize`, and the engine that it returns
-pipe.py        PipelineModule, LayerSpec, TiedLayerSpec, and their engine
-ulysses.py     DistributedAttention, UlyssesSPAttentionHF and UlyssesSPDataLoaderAdapter
-
 Names are loaded when first used: `isograd config from` needs no torch.
 """
 
