@@ -81,8 +81,7 @@ def convert(values: dict[str, Any], ranks: int | None) -> tuple[dict[str, Any], 
     names = (f"pp{sizes['pp']}", f"dp{max(1, ranks // inner)}", f"cp{sizes['cp']}{method}", f"tp{sizes['tp']}")
     layout = [name for name in names if not name.split()[0].endswith(("dp1", "tp1", "cp1", "pp1"))]
     layout += ["sp"] if sequence else []
-    for section in (cut, fsdp, speed, megatron, dynamo, keys):
-        section.classify_rest(IDLE, {})
+    keys.classify_rest(IDLE, {})
     keys.row("model, data, learning rate", None, "open", "set model, data, optimizer.lr, batch and steps")
     return {
         "version": 1,

@@ -281,6 +281,7 @@ class _Reader(Keys):
                 dtype = name
             for key, value in section.values.items():
                 section.row(key, value, "meaningless", "the loss scale is isograd's, and dynamic")
+            section.values.clear()
         return dtype
 
     def _recompute(self) -> Any:
@@ -325,7 +326,6 @@ class _Reader(Keys):
         made |= {"lr": params.number("lr", "optimizer.lr"), "eps": params.number("eps", "optimizer.eps", 1e-8)}
         pair: Callable[[Any], bool] = lambda v: isinstance(v, list) and len(v) == 2  # noqa: E731
         made["betas"] = params.take("betas", "two numbers", pair, made["betas"], "optimizer.betas")
-        params.rest()
         given.rest()
 
     def _schedule(self, steps: int, batch: int) -> dict[str, Any]:
