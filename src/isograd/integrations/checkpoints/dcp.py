@@ -12,7 +12,7 @@ import math
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,10 +110,6 @@ class DcpFolder:
                 file.seek(piece.at)
                 found[box] = _tensor(file.read(piece.length), held.dtype, piece.sizes)
         return found
-
-    def look(self, name: str, take: Callable[[Tensor], Tensor]) -> Tensor:
-        """A copy of what `take` picks from a tensor."""
-        return take(self.full(name)).clone(memory_format=torch.contiguous_format)
 
     def _sized(self, name: str, held: DcpTensor, piece: DcpChunk) -> None:
         """Refuse a piece whose file does not have its bytes, or whose bytes cannot hold its elements."""
