@@ -1,14 +1,7 @@
 """The manifest: what a folder of tokens holds. It is written last, so a folder that has one is complete.
 
-    manifest.json          this record
-    train-00000.bin        tokens of a shard: raw little-endian uint16, or uint32 above 65,536 tokens in the vocabulary
-    train-00000.ends       where each of its documents ends: raw little-endian uint64, counted from the shard's start
-    validation-00000.bin   the same for the held-out documents
-    train-00000.counted    of conversations: a byte for each token, 1 if the assistant writes it
-    tokenizer.json         a copy of the tokenizer, unless it is the one of bytes, and its config and template beside it
-
 The shards of a split, in order of their numbers, are one stream of whole documents. File names follow from (split,
-number): none is read from the manifest, so a manifest cannot point elsewhere. JSON and raw numbers only, no pickle.
+number): none is read from the manifest, so a manifest cannot point elsewhere. docs/data.md says what is in each file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""accelerate's config file (`accelerate config`), with FSDP, DeepSpeed or Megatron-LM in it, as a run's config.
-
-It says how many ranks there are, how they are cut and in which dtype they compute; the model, the data and the rates
-stand in the program, and are left open.
-"""
+"""accelerate's config file (`accelerate config`), with FSDP, DeepSpeed or Megatron-LM in it, as a run's config."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Arguments of Megatron-LM, and YAML files of GPT-NeoX, as a run's config (`isograd config from`).
 
-Both describe a model, a layout, a batch and an optimizer by much the same names; NEOX has those that differ, and
-`_Reader` asks by Megatron's. Defaults are theirs, so that what the file leaves out stays as it was. A shell script is
-read for its arguments and its variables, and nothing of it is run.
+NEOX has the names that differ, and `_Reader` asks by Megatron's. Defaults are theirs, so that what the file leaves out
+stays as it was. A shell script is read for its arguments and its variables, and nothing of it is run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """The loop of a run, on one rank: train, evaluate, save, show, and end cleanly.
 
-    0    done                        75   asked to stop (signal or STOP file): saved, --resume auto continues
-    6    NaN or Inf, not saved        7   no progress: a silent rank or a lost connection (watchdog.py)
-
 One small exchange a step tells all ranks whether anyone was asked to stop, so that they end after the same step; and
 how long each has waited for others, by which late ones are named (stragglers.py).
 """
