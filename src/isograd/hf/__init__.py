@@ -26,15 +26,12 @@ __all__ = ["BatchPart", "HuggingFace", "Proof", "attach", "load", "prove", "shar
 __getattr__ = lazily(
     __name__,
     {
-        "HuggingFace": "families",
-        "BatchPart": "losses",
-        "Proof": "proof",
-        "attach": "loading",
-        "export_adapters": "adapter_files",
-        "export_hf": "export",
-        "load": "loading",
-        "load_config": "configs",
-        "prove": "proof",
-        "shard": "losses",
+        "adapter_files": "export_adapters",
+        "configs": "load_config",
+        "export": "export_hf",
+        "families": "HuggingFace",
+        "loading": "attach load",
+        "losses": "BatchPart shard",
+        "proof": "Proof prove",
     },
 )

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from isograd.integrations.deepspeed.ulysses import UlyssesSPAttentionHF as UlyssesSPAttentionHF
     from isograd.integrations.deepspeed.ulysses import UlyssesSPDataLoaderAdapter as UlyssesSPDataLoaderAdapter
 
-_LOOP, _ULYSSES = ("LoopEngine", "add_config_arguments", "init_distributed", "initialize"), (
-    "DistributedAttention", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter",
-)  # fmt: skip
-__all__ = [*_LOOP, *_ULYSSES, "pipe"]  # noqa: PLE0604
+_HOMES = {
+    "loop": "LoopEngine add_config_arguments init_distributed initialize",
+    "pipe": "pipe",
+    "ulysses": "DistributedAttention UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+}
+__all__ = " ".join(_HOMES.values()).split()  # noqa: PLE0605
 
-__getattr__ = lazily(__name__, {"pipe": "pipe"} | dict.fromkeys(_LOOP, "loop") | dict.fromkeys(_ULYSSES, "ulysses"))
+__getattr__ = lazily(__name__, _HOMES)
