@@ -95,13 +95,9 @@ class ForeignCheckpoint:
         """A tied model has no head of its own: one that is stored must be the embedding."""
         for head in HEADS:
             if head in self.names:
-                alike = all(len(shape) == 2 for shape in map(self.shape, (embedding, head)))
-                one, other = (
-                    (self.folder.full(self.names[name])[:vocab] for name in (embedding, head))
-                    if alike
-                    else (None, None)
-                )
-                if one is None or other is None or one.shape != other.shape or not bool((one == other).all()):
+                matrices = all(len(shape) == 2 for shape in map(self.shape, (embedding, head)))
+                both = [self.folder.full(self.names[name])[:vocab] for name in (embedding, head) if matrices]
+                if not both or both[0].shape != both[1].shape or not bool((both[0] == both[1]).all()):
                     raise ModelError(
                         "IG420", f"{self.folder.place} has a head of its own, which a tied model does not have",
                         seen=f"{self.names[head]!r} differs from {self.names[embedding]!r}",
