@@ -12,24 +12,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "1.0.0rc1"
 
 _HOMES = {
-    "Layout": "core.layout",
-    "Mesh": "core.mesh",
-    "Contract": "core.contract",
-    "Shard": "core.contract",
-    "contracts": "core.contract_table",
-    "declare": "core.contract",
-    "ChainedOptimizer": "engine",
-    "DataParallel": "engine",
-    "Engine": "engine",
-    "Muon": "engine",
-    "empty_parameters": "engine",
-    "LossScale": "engine",
-    "Stats": "engine",
-    "Terms": "core.loss_terms",
-    "launch": "comm.launch",
-    "World": "comm.launch",
-    "IsogradError": "errors",
-    "verify": "prove",
+    "core.layout": "Layout",
+    "core.mesh": "Mesh",
+    "core.contract": "Contract Shard declare",
+    "core.contract_table": "contracts",
+    "engine": "ChainedOptimizer DataParallel Engine LossScale Muon Stats empty_parameters",
+    "core.loss_terms": "Terms",
+    "comm.launch": "launch World",
+    "errors": "IsogradError",
+    "prove": "verify",
 }
 _MODULES = {
     **{name: name for name in ("checkpoint", "comm", "data", "engine", "errors", "hf", "integrations", "losses",
@@ -38,7 +29,7 @@ _MODULES = {
     "rng": "core.rng",
 }  # fmt: skip
 
-__all__ = [*_HOMES, *_MODULES]  # noqa: PLE0604
+__all__ = [*" ".join(_HOMES.values()).split(), *_MODULES]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from isograd import checkpoint as checkpoint
@@ -77,12 +68,13 @@ if TYPE_CHECKING:
 
 
 def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package: each name is loaded from its home, a module of it, when it is first used."""
+    """The `__getattr__` of a package, whose modules have these names: each is loaded when it is first used."""
 
     def loaded(name: str) -> Any:
-        if name in homes:
-            module = import_module(f"{package}.{homes[name]}")
-            return module if homes[name] == name else getattr(module, name)
+        for home, names in homes.items():
+            if name in names.split():
+                module = import_module(f"{package}.{home}")
+                return module if home == name else getattr(module, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return loaded

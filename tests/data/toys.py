@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from isograd.data import build
-from isograd.data.manifest import TokenManifest, read
+from isograd.data.manifest import TokenManifest, file_names, read
 
 END = 256
 
@@ -36,9 +36,10 @@ def whole(folder: Path, split: str = "train") -> tuple[list[int], list[int]]:
     tokens, numbers, document = list[int](), list[int](), 0
     manifest: TokenManifest = read(folder)
     for shard in manifest.of(split):
-        here = np.fromfile(folder / shard.tokens_file, manifest.recipe.vocabulary.dtype).tolist()
+        tokens_file, ends_file, _ = file_names(shard.split, shard.number)
+        here = np.fromfile(folder / tokens_file, manifest.recipe.vocabulary.dtype).tolist()
         start = 0
-        for end in np.fromfile(folder / shard.ends_file, "<u8").tolist():
+        for end in np.fromfile(folder / ends_file, "<u8").tolist():
             numbers += [document] * (end - start)
             document, start = document + 1, end
         tokens += here

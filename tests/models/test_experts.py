@@ -16,7 +16,6 @@ from isograd.hf.configs import from_hf_config, to_hf_config
 from isograd.hf.families import HuggingFace, to_hf
 from isograd.models import Transformer, TransformerConfig
 from isograd.nn import ExpertOptions, MoE
-from isograd.train.journal import draw_experts
 from isograd.train.run.peers import expert_load
 
 OPTIONS = ExpertOptions(number=4, per_token=2, width=6, choice_bias=True, choice_bias_rate=0.01, balance="lagged")
@@ -203,7 +202,7 @@ def test_a_config_of_a_file_has_experts_and_names_a_wrong_key_of_theirs() -> Non
             TransformerConfig.from_dict({**values, "experts": {"number": 4, "per_token": 2, "width": 6, **wrong}})
 
 
-def test_the_log_shows_the_load_of_experts(tmp_path) -> None:
+def test_the_log_shows_the_load_of_experts() -> None:
     engine = engine_of()
     assert expert_load(engine.model, engine.mesh) == {}
     engine.train_step(batch())
@@ -211,5 +210,3 @@ def test_the_log_shows_the_load_of_experts(tmp_path) -> None:
     assert list(load) == ["blocks.0.mlp", "blocks.1.mlp"]
     for layer in load.values():
         assert abs(sum(layer) - 4) < 0.01
-    file = tmp_path / "metrics.jsonl"
-    assert not draw_experts(file, tmp_path / "experts.png")

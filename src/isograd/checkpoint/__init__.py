@@ -17,6 +17,4 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointManager", "Loaded", "NotFinite", "SavedWeights"]
 
-__getattr__ = lazily(
-    __name__, {"CheckpointManager": "manager", "NotFinite": "manager", "Loaded": "load", "SavedWeights": "read"}
-)
+__getattr__ = lazily(__name__, {"load": "Loaded", "manager": "CheckpointManager NotFinite", "read": "SavedWeights"})

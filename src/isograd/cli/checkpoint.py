@@ -1,11 +1,4 @@
-"""isograd ckpt: the command line. Nothing but argparse is imported before a command needs it.
-
-isograd ckpt inspect run/checkpoints                   what a checkpoint holds
-isograd ckpt verify run/checkpoints                    read everything, check every hash
-isograd ckpt diff A B                                  which tensors and rows differ, and by how much
-isograd ckpt convert run/checkpoints out/              a Hugging Face folder, without ranks; --adapters: LoRA's alone
-isograd ckpt import DCP out/ --config models/llama     the same from torchtitan's, Megatron's, FSDP2's or DeepSpeed's
-"""
+"""isograd ckpt: the command line. Nothing but argparse is imported before a command needs it."""
 
 from __future__ import annotations
 
@@ -18,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isograd.cli.subcommands import Verb, number, run
+from isograd.cli.subcommands import Verb, in_bytes, number, run
 from isograd.io import terminal
 
 if TYPE_CHECKING:
@@ -88,14 +81,14 @@ def _facts(reader: Reader) -> dict[str, Any]:
         elements = [math.prod(saved.shape) for saved in of_kind]
         size = sum(n * TORCH[saved.dtype].itemsize for n, saved in zip(elements, of_kind, strict=True))
         dtypes = " ".join(sorted({saved.dtype for saved in of_kind}))
-        sums[kind] = f"{len(of_kind)} tensors, {sum(elements):,} elements of {dtypes}, {_size(size)}"
+        sums[kind] = f"{len(of_kind)} tensors, {sum(elements):,} elements of {dtypes}, {in_bytes(size)}"
     groups = manifest.numbers["groups"]
     return {
         "place": str(reader.folder),
         "step": manifest.step,
         "layout": manifest.layout,
         "written by": ", ".join(f"{name} {version}" for name, version in manifest.written_by.items()),
-        "files": f"{len(manifest.files)}, {_size(sum(manifest.files.values()))}",
+        "files": f"{len(manifest.files)}, {in_bytes(sum(manifest.files.values()))}",
         **sums,
         "stepped by": [{"kind": g["kind"], "parameters": len(g["names"]), **g["options"]} for g in groups],
         "config": (manifest.model or {}).get("config", "of a model that is not known"),
@@ -115,14 +108,6 @@ def _flat(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_flat(inner)}" for name, inner in value.items()) or "-"
     return "; ".join(map(_flat, value)) if isinstance(value, list) else str(value)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
 
 
 # -- verify, diff, convert -------------------------------------------------------------------------------------------
@@ -273,7 +258,7 @@ def _dtype(name: str | None) -> Any:
 
 def _written(place: object, out: Path, name: str | None = None) -> int:
     size = sum(path.stat().st_size for path in out.iterdir())
-    print(f"{place} -> {out}: {_size(size)}, read again and compared", flush=True)
+    print(f"{place} -> {out}: {in_bytes(size)}, read again and compared", flush=True)
     if name is not None:
         from isograd.io import hub
 

@@ -1,9 +1,4 @@
-"""isograd data: the command line. Nothing but argparse is imported before a command needs it.
-
-isograd data build tokens/ books/ web.jsonl --tokenizer my_model/ --workers 8
-isograd data show tokens/
-isograd data verify tokens/
-"""
+"""isograd data: the command line. Nothing but argparse is imported before a command needs it."""
 
 from __future__ import annotations
 

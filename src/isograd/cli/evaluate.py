@@ -1,9 +1,4 @@
-"""isograd evaluate: how good a model is, on files of text and on tasks of lm-eval-harness.
-
-isograd evaluate runs/quickstart --files a.txt b.jsonl          loss, perplexity and bits per byte
-isograd evaluate out/ --tasks arc_easy,hellaswag --limit 200    by lm-eval-harness (pip install lm_eval)
-isograd evaluate runs/big --files a.txt --layout "tp4"          cut over four ranks
-"""
+"""isograd evaluate: how good a model is, on files of text and on tasks of lm-eval-harness."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""isograd generate and isograd chat: the command line.
-
-isograd generate runs/quickstart "def main("            what the model writes after a text
-isograd generate out/ --prompts prompts.jsonl --json    a line of JSON for each prompt
-isograd chat out/                                       a conversation in the terminal
-isograd chat runs/chat --web                            in the browser, beside the run's loss curve
-"""
+"""isograd generate and isograd chat: the command line."""
 
 from __future__ import annotations
 

@@ -1,13 +1,5 @@
 """isograd on the command line. Torch is imported by the sub-command that needs it, so `isograd --help` is instant.
 
-    isograd new quickstart                                   write a config to start from; 'isograd recipes' lists all
-    isograd train quickstart.yaml                            train by a config
-    isograd explain "dp2 tp2 sp zero1"                       which rank sits where
-    isograd explain "pp4 vpp2 zb" --micro-batches 8          and what each pipeline rank does, when
-    isograd explain --contracts CONFIG "dp2 tp2 sp zero1"    who reduces each gradient, over which ranks
-    isograd data build tokens/ books/                        text into token shards
-    isograd verify                                           prove layouts, watch programs, compare recordings
-
 argparse rather than tyro at the top: importing tyro alone takes longer than `--help` may.
 """
 

@@ -1,11 +1,7 @@
 """isograd check network: before a run, on all of its machines.
 
-isograd check network --nproc 4                                       ranks of this machine alone
-isograd check network --nnodes 2 --nproc 8 --node-rank 0 --master-addr node1
-torchrun --nnodes 2 --nproc-per-node 8 ... --no-python -- isograd check network
-
-torchrun waits for the torchrun of every other machine before it starts anything, for minutes and without a word. The
-second form starts its ranks at once, so that a machine which never comes is named after --wait seconds.
+torchrun waits for the torchrun of every other machine before it starts anything, for minutes and without a word. With
+--nnodes this starts its ranks at once, so that a machine which never comes is named after --wait seconds.
 """
 
 from __future__ import annotations

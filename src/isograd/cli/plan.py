@@ -1,11 +1,7 @@
 """`isograd plan CONFIG`: which layout a run should have on so many devices, before anybody pays for them.
 
-isograd plan llama-70b.yaml --gpus 1024 --machine h100
-isograd plan llama-70b.yaml --gpus 512 --layout "dp16 tp8 sp pp4 vpp4 zero1" --failures-per-rank-hour 2e-5
-isograd machine                     the machines that are known
-isograd machine measure here.yaml   this computer, for --machine here.yaml
-
-Nothing is read but the config. See docs/plan.md for what stands behind the numbers, and how far off they are.
+`isograd machine` lists the machines that are known. Nothing is read but the config. See docs/plan.md for what stands
+behind the numbers, and how far off they are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """`isograd recipes` and `isograd new`: configs to start from, which come with the package.
 
-    isograd recipes                  one line for each
-    isograd new quickstart           writes quickstart.yaml into this folder
-    isograd new pretrain my-run.yaml
-
 A recipe is a commented YAML file in recipes/; its first line says what it trains.
 """
 

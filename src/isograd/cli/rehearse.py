@@ -1,7 +1,5 @@
 """`isograd rehearse CONFIG`: one step of a run's program on simulated ranks, before anybody spends a cluster on it.
 
-isograd rehearse llama-70b.yaml --layout "dp128 tp8 sp pp16 zero1"
-
 Nothing is read but the config: tokens are zeros, and values have no memory. See docs/rehearse.md.
 """
 
@@ -12,7 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from isograd.cli.subcommands import CommandParser, number
+from isograd.cli.subcommands import CommandParser, in_bytes, number
 from isograd.core.layout import Layout
 from isograd.errors import ConfigError, PlanError
 
@@ -161,9 +159,10 @@ def table(ranks: list[RehearsedRank], layout: Layout) -> str:
         most, left = one.peak.most, one.peak.left[GRADIENTS]
         lines += [
             f"\nkind {which}: {kind[0].where}" + (f" and {len(kind) - 1} more" if len(kind) > 1 else ""),
-            f"  holds     between steps: parameters {_size(one.parameters)}, gradients {_size(left)}, "
-            f"states {_size(one.states)}",
-            f"            in a step at most: gradients {_size(most[GRADIENTS])}, on their way {_size(most[FLIGHTS])}",
+            f"  holds     between steps: parameters {in_bytes(one.parameters)}, gradients {in_bytes(left)}, "
+            f"states {in_bytes(one.states)}",
+            f"            in a step at most: gradients {in_bytes(most[GRADIENTS])}, "
+            f"on their way {in_bytes(most[FLIGHTS])}",
             f"  sends     in a step: {_sent(one.step)}",
             f"            once, at the start: {_sent(first.entries[: first.start])} ({first.where})",
             *_peak(max(kind, key=lambda rank: rank.peak.bytes)),
@@ -177,21 +176,13 @@ def _sent(entries: Sequence[Entry]) -> str:
     for entry in entries:
         sent[entry.axes] = sent.get(entry.axes, 0) + entry.bytes
     messages = sum(len(pieces) for entry in entries for pieces in entry.sent)
-    moved = ", ".join(f"{axes} {_size(count)}" for axes, count in sorted(sent.items()) if count)
+    moved = ", ".join(f"{axes} {in_bytes(count)}" for axes, count in sorted(sent.items()) if count)
     return f"{messages} messages" + (f": {moved}" if moved else "")
 
 
 def _peak(rank: RehearsedRank) -> list[str]:
     """The peak of a rank's memory, what is held there, and whose it is."""
     peak = rank.peak
-    parts = ", ".join(f"{kind} {_size(count)}" for kind, count in peak.kinds.items() if count * 1000 > peak.bytes)
-    owners = [f"            {_size(count):>8}  {owner}" for owner, count in peak.owners]
-    return [f"  peak      {_size(peak.bytes)} in {peak.when} ({rank.where}): {parts}", *owners]
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
+    parts = ", ".join(f"{kind} {in_bytes(count)}" for kind, count in peak.kinds.items() if count * 1000 > peak.bytes)
+    owners = [f"            {in_bytes(count):>8}  {owner}" for owner, count in peak.owners]
+    return [f"  peak      {in_bytes(peak.bytes)} in {peak.when} ({rank.where}): {parts}", *owners]

@@ -1,5 +1,4 @@
-"""What the command lines of the commands share: their parser, types of options, fields of a config beside them, and
-commands made of verbs.
+"""What the command lines of the commands share: parser, types of options, fields of a config, verbs, sizes in words.
 
 Only argparse is imported here, so that help needs no torch. A command of verbs (`isograd data build ...`) lists them;
 each has a description, a function that adds its options to a parser, and one that runs it and returns the exit code.
@@ -68,6 +67,15 @@ def number(least: float, most: float, kind: Callable[[str], Any] = int) -> Calla
         return value
 
     return parsed
+
+
+def in_bytes(count: float) -> str:
+    """Bytes in words: '1.23 MB'."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
 
 
 def parse_fields(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -1,11 +1,4 @@
-"""isograd train, compare and config: the command line of runs. Torch is not imported before a run starts.
-
-isograd train quickstart.yaml --layout "dp4 zero2" --optimizer.lr 1e-3
-isograd train run.yaml optimizer.lr=1e-3 "layout=dp4 zero2" --dry-run
-isograd train run.yaml --emit slurm --nodes 8 > run.sbatch
-isograd compare run.yaml --layouts "dp4; tp2 sp dp2; cp2 ulysses dp2"
-isograd config show run.yaml
-"""
+"""isograd train, compare and config: the command line of runs. Torch is not imported before a run starts."""
 
 from __future__ import annotations
 

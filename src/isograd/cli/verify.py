@@ -1,9 +1,5 @@
 """What isograd adds to the verifier's command line: the proof of a case, of a run's config, and of the built-in models.
 
-    isograd verify                                             the built-in models over the standard layouts
-    isograd verify CASE.py:case --layouts "tp2 sp; dp2 zero2"  your case
-    isograd verify run.yaml                                    the layout of a run
-
 `isograd-verify` finds this module by the entry point that isograd's installation registers.
 """
 

@@ -20,13 +20,5 @@ if TYPE_CHECKING:
 __all__ = ["Mixture", "Source", "Tokens", "build", "read_tokenizer", "verify"]
 
 __getattr__ = lazily(
-    __name__,
-    {
-        "Mixture": "mixture",
-        "Source": "mixture",
-        "Tokens": "tokens",
-        "build": "building",
-        "read_tokenizer": "mixture",
-        "verify": "show",
-    },
+    __name__, {"building": "build", "mixture": "Mixture Source read_tokenizer", "show": "verify", "tokens": "Tokens"}
 )

@@ -1,9 +1,7 @@
 """Files of text into a folder of token shards, resumable at any point, the same bytes whoever builds it.
 
-Phases: find the inputs and cut them into shards (a function of the inputs and options, texts.cut); write
-building.json, the recipe; make each shard that has no record yet (shards.make), several at once; write the manifest,
-which makes the folder complete; remove the records. The same call resumes a build that was killed: what has a record
-is kept. Another recipe, or inputs that changed, are refused instead of mixed with what is done.
+The same call resumes a build that was killed: a shard that has a record is kept. Another recipe, or inputs that
+changed, are refused instead of mixed with what is done.
 """
 
 from __future__ import annotations
@@ -158,7 +156,7 @@ def _begin(folder: Path, recipe: Recipe) -> bool:
     if finished:
         manifest = read(folder)
         _same(folder, manifest.recipe, recipe)
-        check_sizes(folder, manifest, list(manifest.files()))
+        check_sizes(folder, manifest.files())
     elif any(RECORD.fullmatch(name) for name in names):
         _resume(folder, _recipe(folder), recipe, names)
     elif foreign := [] if RECIPE in names else sorted(names):

@@ -1,12 +1,8 @@
 """Built-in conversations, pairs of answers, and a tokenizer of bytes with a chat template, as recipes/lora.yaml uses
 them. Nothing is downloaded.
 
-    sums          What is 3 plus 4?              3 plus 4 is 7.                    rejected: a wrong sum
-    docstrings    What does textwrap.wrap do?    Wrap a single paragraph of text.  rejected: its words in another order
-
 The docstrings are those of Python's own modules, which are parsed, not imported. A file of them that is there is kept,
-so a run that resumes under another Python has the samples that it began with. The tokenizer is a folder as transformers
-writes it, so it goes with an exported model.
+so a run that resumes under another Python has the samples that it began with.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Conversations as tokens, and which of the tokens the assistant writes: only these are labels.
 
-    chats = Chats(folder)                                        # a tokenizer with a chat template
-    ids, counted = chats('{"messages": [...], "tools": [...]}')
-
-The tokenizer's own template renders a conversation. Where the assistant's words lie in the rendered text is found in
-one of two ways:
+Where the assistant's words lie in the text that the template renders is found in one of two ways:
 
     markers     the template has {% generation %}: it says so itself
     prefixes    an answer begins where the conversation before it ends, rendered with the prompt for an answer; it ends
@@ -12,12 +8,11 @@ one of two ways:
 
 Then the text before each place is tokenized alone, as when a model is asked. These must be the first tokens of the
 whole. Where this does not hold, or a special token is not one token, the conversation is refused: training on it would
-teach something else, and nothing would show it. A special token parts a text: what is before it has the tokens that it
-has alone. So only the text from the last special token to the place is tokenized again.
+teach something else, and nothing would show it. A special token parts a text, so only the text from the last one to the
+place is tokenized again.
 
-Markers that are spelled as special tokens are (`<|user|>`, `<start_of_turn>`, `</s>`) must be one token, unless the
-caller says that they are text. Others ([INST], <tools>) are text where the tokenizer splits them; they are counted, and
-whoever builds is told.
+Markers that are spelled as special tokens are (`<|user|>`, `</s>`) must be one token, unless the caller says that they
+are text. Others ([INST], <tools>) are text where the tokenizer splits them; they are counted.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """The manifest: what a folder of tokens holds. It is written last, so a folder that has one is complete.
 
-    manifest.json          this record
-    train-00000.bin        tokens of a shard: raw little-endian uint16, or uint32 above 65,536 tokens in the vocabulary
-    train-00000.ends       where each of its documents ends: raw little-endian uint64, counted from the shard's start
-    validation-00000.bin   the same for the held-out documents
-    train-00000.counted    of conversations: a byte for each token, 1 if the assistant writes it
-    tokenizer.json         a copy of the tokenizer, unless it is the one of bytes, and its config and template beside it
-
 The shards of a split, in order of their numbers, are one stream of whole documents. File names follow from (split,
-number): none is read from the manifest, so a manifest cannot point elsewhere. JSON and raw numbers only, no pickle.
+number): none is read from the manifest, so a manifest cannot point elsewhere. docs/data.md says what is in each file.
 """
 
 from __future__ import annotations
@@ -48,7 +41,7 @@ def file_names(split: Split, number: int) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class TokenShard:
-    """One shard of a split: how much is in it, and the hashes of its two files."""
+    """One shard of a split: how much is in it, and the hashes of its files."""
 
     split: Split
     number: Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -59,20 +52,12 @@ class TokenShard:
     counted_sha256: Hash | None = None  # of conversations alone
     __pydantic_config__: ClassVar = STRICT
 
-    @property
-    def tokens_file(self) -> str:
-        """The name of the file of tokens."""
-        return file_names(self.split, self.number)[0]
-
-    @property
-    def ends_file(self) -> str:
-        """The name of the file of document ends."""
-        return file_names(self.split, self.number)[1]
-
-    @property
-    def counted_file(self) -> str:
-        """The name of the file that says which tokens count."""
-        return file_names(self.split, self.number)[2]
+    def files(self, vocabulary: Vocabulary) -> dict[str, tuple[int, str]]:
+        """Bytes and sha256 of each of its files by name."""
+        sizes = self.tokens * int(vocabulary.dtype[-1]), self.documents * 8, self.tokens
+        hashes = self.tokens_sha256, self.ends_sha256, self.counted_sha256
+        every = zip(file_names(self.split, self.number), sizes, hashes, strict=True)
+        return {name: (size, digest) for name, size, digest in every if digest is not None}
 
 
 @dataclass(frozen=True)
@@ -145,12 +130,10 @@ class TokenManifest:
             else ""
         )
 
-    def files(self) -> dict[str, tuple[int, str]]:
-        """Bytes and sha256 of every file by name."""
-        width = int(self.recipe.vocabulary.dtype[-1])
-        found = {s.tokens_file: (s.tokens * width, s.tokens_sha256) for s in self.shards}
-        found |= {s.ends_file: (s.documents * 8, s.ends_sha256) for s in self.shards}
-        return found | {s.counted_file: (s.tokens, s.counted_sha256) for s in self.shards if s.counted_sha256}
+    def files(self, split: str | None = None) -> dict[str, tuple[int, str]]:
+        """Bytes and sha256 by name of every file, or of those of a split."""
+        shards = self.shards if split is None else self.of(split)
+        return dict(file for shard in shards for file in shard.files(self.recipe.vocabulary).items())
 
     def encode(self) -> bytes:
         """The bytes of manifest.json."""

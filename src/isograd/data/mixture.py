@@ -1,18 +1,11 @@
 """Batches by number: what row r of step n is, is a function of the data, the options and (seed, n, r) alone.
 
-    mixture = Mixture([Source("wiki", 0.7), Source("code", 0.3)], length=2048, batch=512, seed=0)
-    mixture.rows(step, range(first, last))        # any rows of any step, in any order, on any rank
-
 A sample is a window: `length` tokens of a source's stream, and for each the token after it as its label. Windows stand
 end to end, so that over an epoch of a source every token but the first is a label exactly once; the last window is
 filled up with tokens that do not count. Which window: sample step * batch + row falls to a source and is its j-th
 (Blend); that source's epoch j // windows shuffles its windows, and the sample is number j % windows of them (shuffled).
 
-With packing 'whole' a window is made of whole documents instead (packs.py), and filled up behind them. Of conversations
-only the tokens that the assistant writes are labels.
-
-Under cp, tp and pp all ranks of a group ask for the same rows; under dp each asks for its own. Nothing else differs
-between layouts, and nothing is tokenised here.
+With packing 'whole' a window is made of whole documents instead (packs.py), and filled up behind them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Pairs of texts that belong together, one JSON object a line, read by number as token windows are.
 
-    pairs = Pairs("verses.jsonl", keys=("kjv", "web"), batch=2048, seed=0, held_out=0.1)
-    pairs.rows(step, range(first, last))       # [(text, text), ...]: a function of the file, seed, step and row
-
 Which pairs are held out is decided by the content of each, so it survives additions to the file; so does no order.
 """
 

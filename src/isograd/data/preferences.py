@@ -1,16 +1,9 @@
 """Pairs of answers, of which one is preferred, as tokens: read by number, as windows of text are.
 
-    {"prompt": "What is 2 plus 3?", "chosen": "5.", "rejected": "6."}                  texts
-    {"messages": [...], "chosen": {"role": "assistant", ...}, "rejected": [...]}       a conversation, and messages
-    {"chosen": [...], "rejected": [...]}                                               two whole conversations
-
-Prompts with one right answer (`answered`) are read in the same way: a line has both, or is a conversation that ends
-with the answer.
-
-Each line of the file (or row, of parquet) becomes two conversations, in which only the answer counts; chats.py renders
-them and building.py makes tokens of them. With `strangers` a third one follows, the prompt with the chosen answer of
-the next pair, from which KTO estimates how far a model has moved. Pairs of one prompt are held out together, as a
-number made of the prompt decides.
+Each line of the file (or row, of parquet; docs/train.md) becomes two conversations, in which only the answer counts;
+chats.py renders them and building.py makes tokens of them. With `strangers` a third one follows, the prompt with the
+chosen answer of the next pair, from which KTO estimates how far a model has moved. Pairs of one prompt are held out
+together, as a number made of the prompt decides. Prompts with one right answer (`answered`) are read in the same way.
 """
 
 from __future__ import annotations

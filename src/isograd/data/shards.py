@@ -48,13 +48,10 @@ def record_of(folder: Path, number: int) -> Path:
 
 def done(folder: Path, number: int, recipe: Recipe) -> ShardRecord | None:
     """The record of a shard that was finished before."""
-    width = int(recipe.vocabulary.dtype[-1])
     try:
         found = read_typed(ShardRecord, record_of(folder, number), LARGEST)
-        sizes = {folder / s.tokens_file: s.tokens * width for s in found.shards}
-        sizes |= {folder / s.ends_file: s.documents * 8 for s in found.shards}
-        sizes |= {folder / s.counted_file: s.tokens for s in found.shards if s.counted_sha256}
-        whole = all(path.stat().st_size == size for path, size in sizes.items())
+        files = [file for shard in found.shards for file in shard.files(recipe.vocabulary).items()]
+        whole = all((folder / name).stat().st_size == size for name, (size, _) in files)
     except (OSError, FileError):
         return None
     return found if whole and all(s.number == number for s in found.shards) else None

@@ -144,7 +144,7 @@ def verify(folder: str | Path, progress: Callable[[int, int], None] = lambda don
     home = Path(folder)
     manifest = read(home)
     files = manifest.files()
-    check_sizes(home, manifest, list(files))
+    check_sizes(home, files)
     total, passed, wrong = sum(size for size, _ in files.values()), 0, []
     for name, (size, expected) in files.items():
         if sha256(home / name) != expected:

@@ -1,12 +1,8 @@
 """Documents out of files: text, JSON lines and parquet, by byte ranges that hold whole documents.
 
 A file is cut where documents end, so that any worker can read any range alone. The cuts depend on the files and on
-shard_bytes, never on who reads: that is why the number of workers does not change a byte of what is built.
-
-    text       --documents file: the whole file, --documents line: each line, blank: what stands between blank lines
-    .jsonl     each line an object, the text under --text-key (.ndjson and .json are read the same way); or one array of
-               objects, as many are downloaded, which is read in one piece, as a document is
-    .parquet   each row, the text in the column of --text-key; ranges count row groups
+shard_bytes, never on who reads: that is why the number of workers does not change a byte of what is built. A JSON array
+is read in one piece, as a document is.
 
 No document is larger than a limit, and no parquet file opens to more than RATIO times its size: both are refused before
 they are in memory. What is read is held about three times at most: as bytes, as text, and as the value in it.

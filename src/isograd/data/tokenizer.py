@@ -1,9 +1,8 @@
 """Text to numbers and back: the built-in tokenizer of bytes, or any tokenizer.json of the `tokenizers` package.
 
-Bytes: ids 0 to 255 are the bytes of UTF-8, 256 ends a document; the vocabulary is 257. It needs no file and no package.
-A tokenizer.json adds nothing of its own here: no special tokens, no truncation, no padding. Text that spells a special
-token (`<|endoftext|>`) is encoded as ordinary text, so that no document can forge the end of one; with "keep" it
-becomes the token's id, as chats need that a template has rendered.
+Bytes: ids 0 to 255 are the bytes of UTF-8, 256 ends a document. A tokenizer.json adds nothing of its own here: no
+special tokens, no truncation, no padding. Text that spells a special token is encoded as ordinary text, so that no
+document can forge the end of one; with "keep" it becomes the token's id, as rendered chats need.
 """
 
 from __future__ import annotations

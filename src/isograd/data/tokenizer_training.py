@@ -1,8 +1,7 @@
 """A byte-level BPE tokenizer, trained by the tokenizers package: `isograd data tokenizer`.
 
-Its tokens: the three special ones of built-in chats (builtin_chats.py), the 256 bytes, so that any text has tokens, and
-merges until the vocabulary is full. The folder has their chat template, so it serves `data build` with --chat and
-without. Text is split before merges as by GPT-2, no token spans two words.
+The folder has the template of built-in chats, so it serves `data build` with --chat and without. Text is split before
+merges as by GPT-2, no token spans two words.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Flipped bits are what `isograd data verify` finds: hashing a terabyte at each st
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.data.files import FileReader
-from isograd.data.manifest import SPLITS, TokenManifest, read
+from isograd.data.manifest import SPLITS, file_names, read
 from isograd.errors import DataError
 from isograd.io.no_follow import not_there
 
 Numbers = NDArray[np.int64]
 
 
-def check_sizes(folder: Path, manifest: TokenManifest, names: list[str]) -> None:
-    """Refuse a folder in which one of the files `names` is missing or has another size than the manifest says."""
-    sizes = manifest.files()
-    for name in names:
-        path, expected = folder / name, sizes[name][0]
+def check_sizes(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
+    """Refuse a folder in which one of a manifest's `files` is missing or has another size than it says."""
+    for name, (expected, _) in files.items():
+        path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size != expected:
             raise DataError(
@@ -42,11 +41,9 @@ class Tokens:
         self.folder, self.split = Path(folder), split
         self.manifest = read(self.folder)
         self.shards = self.manifest.of(split)
-        names = [name for shard in self.shards for name in (shard.tokens_file, shard.ends_file)]
-        names += [shard.counted_file for shard in self.shards if shard.counted_sha256]
-        check_sizes(self.folder, self.manifest, names)
-        self._tokens_files = [str(self.folder / shard.tokens_file) for shard in self.shards]
-        self._ends_files = [str(self.folder / shard.ends_file) for shard in self.shards]
+        check_sizes(self.folder, self.manifest.files(split))
+        names = [file_names(shard.split, shard.number) for shard in self.shards]
+        self._files = [[str(self.folder / name) for name in each] for each in names]
         self._dtype = np.dtype(self.manifest.recipe.vocabulary.dtype)
         self._starts = [0, *accumulate(shard.tokens for shard in self.shards)]  # of each shard in the stream
         self._places = FileReader()
@@ -80,7 +77,7 @@ class Tokens:
         width = self._dtype.itemsize
         found = np.empty(stop - start, np.int64)
         for number, a, b in self._parts(start, stop):
-            raw = self._places.read(self._tokens_files[number], a * width, (b - a) * width)
+            raw = self._places.read(self._files[number][0], a * width, (b - a) * width)
             at = self._starts[number] + a - start
             found[at : at + b - a] = np.frombuffer(raw, self._dtype)
         if len(found) and found.max() >= self.vocab:
@@ -93,8 +90,8 @@ class Tokens:
         """Which tokens from start to stop count as labels: of conversations, those that the assistant writes."""
         parts = [np.ones(0, np.bool_)]
         for number, a, b in self._parts(start, stop):
-            shard = self.shards[number]
-            raw = self._places.read(str(self.folder / shard.counted_file), a, b - a) if shard.counted_sha256 else None
+            there = self.shards[number].counted_sha256
+            raw = self._places.read(self._files[number][2], a, b - a) if there else None
             parts.append(np.ones(b - a, np.bool_) if raw is None else np.frombuffer(raw, np.bool_))
         return np.concatenate(parts)
 
@@ -102,7 +99,7 @@ class Tokens:
         """The places in (start, stop] at which a document has just ended."""
         found = [np.empty(0, np.int64)]
         for number, a, b in self._parts(start, stop):
-            path = self._ends_files[number]
+            path = self._files[number][1]
             ends = _Ends(self._places, path, self.shards[number].documents)
             first, last = bisect_right(ends, a), bisect_right(ends, b)
             raw = self._places.read(path, first * 8, (last - first) * 8)

@@ -4,10 +4,6 @@ The server is the standard library's, listens on 127.0.0.1, and answers whoever 
 command prints. Another page in the same browser has no token; were it to guess one, its name would stand in Origin, or
 in Host if it made its own name mean 127.0.0.1 (DNS rebinding). All three are looked at before a body is read.
 
-    GET  /?token=T        the page, which loads nothing else
-    GET  /loss?token=T    {"training": [[step, loss], ...], "held_out": [...]}
-    POST /chat?token=T    {"messages": [...], "turn": 0} -> lines: {"left_out": 0}, {"text": "..."} ..., {"end": 1}
-
 The conversation is the page's: the server keeps none, so each tab has its own. Answers are written one at a time.
 """
 

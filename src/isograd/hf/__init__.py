@@ -1,11 +1,6 @@
 """Models of transformers, their classes as they are, under every layout that their own tensor plan allows.
 
-model = ig.hf.load("folder", mesh)                   # or a config: random weights, equal under every layout
-engine = ig.Engine(model, mesh, ...)
-part = ig.hf.shard(batch, mesh)
-engine.backward(model(**part.inputs).loss, weight=part.weight)
-
-A model that is already built is attached: ig.hf.attach(model, mesh). Names are loaded when first used.
+Names are loaded when first used.
 """
 
 from __future__ import annotations
@@ -31,15 +26,12 @@ __all__ = ["BatchPart", "HuggingFace", "Proof", "attach", "load", "prove", "shar
 __getattr__ = lazily(
     __name__,
     {
-        "HuggingFace": "families",
-        "BatchPart": "losses",
-        "Proof": "proof",
-        "attach": "loading",
-        "export_adapters": "adapter_files",
-        "export_hf": "export",
-        "load": "loading",
-        "load_config": "configs",
-        "prove": "proof",
-        "shard": "losses",
+        "adapter_files": "export_adapters",
+        "configs": "load_config",
+        "export": "export_hf",
+        "families": "HuggingFace",
+        "loading": "attach load",
+        "losses": "BatchPart shard",
+        "proof": "Proof prove",
     },
 )

@@ -1,9 +1,5 @@
 """The adapters of a model alone, as peft has them: adapter_config.json and adapter_model.safetensors.
 
-    export_adapters(engine, "out")                    # any layout and stage; all ranks call it
-    isograd ckpt convert run/checkpoints out --adapters        # from a checkpoint, without ranks
-    peft.PeftModel.from_pretrained(model, "out")      # on one device, with or without isograd
-
 `export_hf` writes the whole model instead, with its adapters merged.
 """
 

@@ -1,11 +1,8 @@
 """LoRA, rsLoRA and DoRA (not under tp): adapters of peft, in the library's model, cut with the layers that they adapt.
 
-    model = ig.hf.load("folder", mesh, adapter=peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
-
-peft puts its own layers around linear ones and freezes everything else. Beside a projection whose outputs are cut, B is
-cut with it, and A is whole and owes tp, because B gives it a part of its gradient on each rank. Beside one whose inputs
-are cut, A is cut with it, and B owes tp; what both give is summed with the layer's own output. First values are
-functions of a parameter's name, so they are the same on all ranks and under every layout.
+Beside a projection whose outputs are cut, B is cut with it, and A is whole and owes tp, because B gives it a part of
+its gradient on each rank. Beside one whose inputs are cut, A is cut with it, and B owes tp; what both give is summed
+with the layer's own output. First values are functions of a parameter's name: the same under every layout.
 """
 
 from __future__ import annotations

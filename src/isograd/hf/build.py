@@ -1,8 +1,4 @@
-"""A model of transformers on a mesh: built without memory, cut, given its values. Nothing is proven here.
-
-1. The class is built with its parameters on the meta device and cut by its own tensor plan (tensor_parallel.py).
-2. Each rank reads its box of each tensor (initial_values.py). At ZeRO 3 the Engine reads this rank's rows, and no more.
-"""
+"""A model of transformers on a mesh: built without memory, cut, given its values. Nothing is proven here."""
 
 from __future__ import annotations
 

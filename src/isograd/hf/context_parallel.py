@@ -1,18 +1,12 @@
 """Hugging Face causal language models, unmodified, on sequences cut over cp.
 
-    ig.hf.attach(model, mesh)                   # once; refuses models that would not be exact
-    engine = ig.Engine(model, mesh, ...)
-    for batch in loader:                              # the same whole sequences on every rank of a cp group
-        part = ig.hf.shard(batch, mesh)         # this rank's tokens, positions and shifted labels
-        engine.backward(model(**part.inputs).loss, weight=part.weight)
-
 A decoder's tokens are mixed by attention only, and transformers lets its function be chosen by name. Ours is
 `attention` below. It keeps no state: what it must know of a batch (a `SequenceCut`) is a keyword that travels through
 the model's own layers. So recompute, several forwards before a backward, and several models with several meshes all get
 the right one. A layer that gets none raises an error instead of attending to the local tokens.
 
-The loss of a part is the sum over its labels / max(1, their number): the exact mean, and 0 instead of 0 / 0 on a rank
-without labels. That rank still runs backward, because other ranks' queries attended to its keys.
+The loss of a part is the sum over its labels / max(1, their number): 0 instead of 0 / 0 on a rank without labels. That
+rank still runs backward, because other ranks' queries attended to its keys.
 """
 
 from __future__ import annotations

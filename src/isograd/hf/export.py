@@ -1,8 +1,5 @@
 """Hugging Face folders out: config.json, safetensors in shards with an index, tokenizer files.
 
-    export_hf(engine, "out", tokenizer="where the tokenizer is")      # any layout and stage; all ranks call it
-    isograd ckpt convert run/checkpoints out                          # from a checkpoint, without ranks
-
 One tensor is in memory at a time. The folder is written beside its place, read again and compared, and named last.
 """
 

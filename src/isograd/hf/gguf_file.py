@@ -1,10 +1,7 @@
 """GGUF files, which llama.cpp and its kin run, from a Hugging Face folder; by the `gguf` package (extra `gguf`).
 
-    isograd ckpt convert run/checkpoints out --tokenizer DIR --gguf q8_0      # out/model-q8_0.gguf beside the weights
-
-Llama, Mistral, Qwen 2 and Qwen 3 without experts, with a tokenizer of byte-level BPE. One tensor is in memory at a
-time; the file is read again before it gets its name. What llama.cpp would compute otherwise (another scaling of
-positions, another way to cut text) is refused.
+One tensor is in memory at a time; the file is read again before it gets its name. What llama.cpp would compute
+otherwise (another scaling of positions, another way to cut text) is refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """ig.hf.load and ig.hf.attach: a model of transformers, its class as it is, cut for one mesh and proven first.
 
-1. The config is read and checked. Code from the folder is never run, pickled and quantised weights are refused.
-2. The proof (proof.py): a small copy of the class trains one step under this layout and on one device.
-3. The model is built for this rank (build.py).
+Code from a folder is never run; pickled and quantised weights are refused.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""What a model of transformers is trained to predict, and what its forward is given for it.
-
-    loss      labels                                        the loss is the mean over
-    causal    those of input_ids, one place to the left     labels that count, after that shift
-    masked    at their own places                           labels that count
-    seq2seq   a second sequence, which a decoder predicts   labels that count
-    score     nothing: a row has a score                    the caller's
-
-A model of images and text has the causal loss, and is trained here on text alone.
-"""
+"""What a model of transformers is trained to predict, and what its forward is given for it: docs/hugging.md."""
 
 from __future__ import annotations
 

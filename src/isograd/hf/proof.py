@@ -1,9 +1,8 @@
 """The proof at start: a small copy of the class trains one step under the layout and on one device, in fp64.
 
-Every rank builds the copy (small_config.py) twice: cut for the mesh, and whole. Under the layout, each data rank has
-two micro-batches with uneven numbers of labels, and the Engine sums. On one device, the same batches run one after
-another through the whole model, plain torch. Every gradient is compared by name. Parameters get noise on top of their
-initial values, so that no norm is 1 and no bias 0. The library's casts to fp32 are casts to fp64 here (force_fp64.py).
+On one device the same batches run one after another through the whole model, plain torch. Parameters get noise on top
+of their initial values, so that no norm is 1 and no bias 0. The library's casts to fp32 are casts to fp64 here
+(force_fp64.py).
 """
 
 from __future__ import annotations

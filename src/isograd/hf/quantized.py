@@ -1,12 +1,8 @@
 """Frozen weights under adapters in 4 or 8 bits (QLoRA).
 
-    model = ig.hf.load("folder", mesh, adapter=peft.LoraConfig(...), base_bits=4)
-
 4 bits: NF4, with a scale for 64 elements. 8 bits: int8, with a scale for each row. Both have the numbers of the package
-bitsandbytes, in plain torch: they need no package and run on any device. A weight is unpacked for each product, forward
-and backward, and is not kept between them. A rank holds all packed weights of its layers, also at ZeRO 3, which cuts
-the rest. They are buffers, so a checkpoint has them. The adapters' gradients are those of the model whose weights are
-the unpacked ones.
+bitsandbytes, in plain torch. A weight is unpacked for each product, forward and backward, and is not kept between them.
+A rank holds all packed weights of its layers, also at ZeRO 3. They are buffers, so a checkpoint has them.
 """
 
 from __future__ import annotations

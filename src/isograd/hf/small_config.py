@@ -65,8 +65,7 @@ def small(config: Any, tp: int, stages: int = 1, ep: int = 1) -> Any:
         values |= {name: 1 for name in GROUPS if isinstance(values.get(name), int)}
     values["vocab_size"] = VOCAB
     values |= {name: 1 if isinstance(values[name], int) else None for name in TOKENS if name in values}
-    values |= _sections(values, config)
-    values |= _factors(values, config)
+    values |= _rope(values, config)
     values |= _layers(values, given, max(2, stages))
     if "num_hidden_layers" not in values and isinstance(values.get("num_layers"), int):
         values["num_layers"] = max(2, stages)
@@ -182,27 +181,21 @@ def _layers(values: dict[str, Any], given: dict[str, Any], least: int) -> dict[s
     return found
 
 
-def _sections(values: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Three kinds of rotary positions share the features of a head: time, height and width, equal for text."""
+def _rope(values: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Three kinds of rotary positions share the features of a head: time, height and width, equal for text. longrope
+    has a divisor for each pair of features, of long texts or of short ones: here all are long."""
     rope = values.get("rope_parameters")
-    known = {*(rope or ()), *(getattr(config, "ignore_keys_at_rope_validation", None) or ())}
-    if not isinstance(rope, dict) or "mrope_section" not in known or "rope_type" not in rope:
+    if not isinstance(rope, dict) or "rope_type" not in rope:
         return {}
     rotated = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) or 1.0
-    half = int(HEAD * rotated) // 2
-    return {"rope_parameters": {**rope, "mrope_section": [half * 3 // 8, half * 3 // 8, half - half * 3 // 8 * 2]}}
-
-
-def _factors(values: dict[str, Any], config: Any) -> dict[str, Any]:
-    """longrope has a divisor for each pair of features, of long texts or of short ones: here all are long."""
-    rope = values.get("rope_parameters")
-    if not isinstance(rope, dict) or rope.get("rope_type") != "longrope":
-        return {}
-    rotated = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) or 1.0
-    half = int(HEAD * rotated) // 2
-    lists = {name: (list(rope[name]) * half)[:half] for name in ("short_factor", "long_factor")}
-    long = {"original_max_position_embeddings": LONG}
-    return {"rope_parameters": {**rope, **lists, **long}, **{name: long[name] for name in long if name in values}}
+    half, long = int(HEAD * rotated) // 2, dict[str, int]()
+    if "mrope_section" in (*rope, *(getattr(config, "ignore_keys_at_rope_validation", None) or ())):
+        rope = {**rope, "mrope_section": [half * 3 // 8, half * 3 // 8, half - half * 3 // 8 * 2]}
+    if rope["rope_type"] == "longrope":
+        lists = {name: (list(rope[name]) * half)[:half] for name in ("short_factor", "long_factor")}
+        long = {"original_max_position_embeddings": LONG}
+        rope = {**rope, **lists, **long}
+    return {"rope_parameters": rope, **{name: long[name] for name in long if name in values}}
 
 
 def _of_own(own: dict[int, dict[str, Any]], name: str) -> Any:

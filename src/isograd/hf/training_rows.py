@@ -1,8 +1,5 @@
 """A model of transformers that takes the rows of a run: model(tokens, labels, ...) -> (loss, weight).
 
-    takes_rows(model, mesh)                       in front of the library's class, which stays as it is
-    model(tokens=..., labels=..., documents=...)  rows [b, s] of isograd's data: a label stands where it is predicted
-
 Documents that share a row are kept apart by positions that begin again, as transformers does it; `refuse_packing` first
 tries, on a small copy, whether the class does. Dropout is a function of the step: each forward draws from a generator
 that the run's key, its first sample and this rank's part of the sequences seed.

@@ -1,8 +1,4 @@
-"""accelerate's config file (`accelerate config`), with FSDP, DeepSpeed or Megatron-LM in it, as a run's config.
-
-It says how many ranks there are, how they are cut and in which dtype they compute; the model, the data and the rates
-stand in the program, and are left open.
-"""
+"""accelerate's config file (`accelerate config`), with FSDP, DeepSpeed or Megatron-LM in it, as a run's config."""
 
 from __future__ import annotations
 
@@ -81,8 +77,7 @@ def convert(values: dict[str, Any], ranks: int | None) -> tuple[dict[str, Any], 
     names = (f"pp{sizes['pp']}", f"dp{max(1, ranks // inner)}", f"cp{sizes['cp']}{method}", f"tp{sizes['tp']}")
     layout = [name for name in names if not name.split()[0].endswith(("dp1", "tp1", "cp1", "pp1"))]
     layout += ["sp"] if sequence else []
-    for section in (cut, fsdp, speed, megatron, dynamo, keys):
-        section.classify_rest(IDLE, {})
+    keys.classify_rest(IDLE, {})
     keys.row("model, data, learning rate", None, "open", "set model, data, optimizer.lr, batch and steps")
     return {
         "version": 1,

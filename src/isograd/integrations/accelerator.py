@@ -1,23 +1,7 @@
 """accelerate's Accelerator, with `ig.DataParallel` where it wraps a model in DDP, and weights.
 
-    accelerator = ig.integrations.Accelerator(gradient_accumulation_steps=4)
-    ...
-    accelerator.backward(loss, weight=labels)       # how many labels the loss is the mean of
-
-With a weight, `.grad` is the weighted mean over all ranks and all backwards since gradients were last cleared: nothing
-is divided by accumulation steps, and a last window with fewer micro-batches is right. Without one a loss is taken for
-the mean over the rows of its batch and is divided as accelerate divides it: its own gradients where all ranks have as
-many rows, and the mean over all rows where they have not. Everything else is accelerate's: loaders, precision,
-clipping, trackers, and the files of `save_state`, which have the module's own names.
-
-Under cp and tp (`Accelerator(layout="dp2 cp2 ulysses")`, or `parallelism_config=ParallelismConfig(sp_size=2)`) the
-ranks of a group get the same rows, `model(**batch)` computes this rank's part of them, and its loss weighs this part's
-labels. Under cp the model is attached (`ig.hf.attach`); under tp and ep it is cut in place, or one of `ig.hf.load`.
-
 Under a ZeRO stage, tp or ep, `prepare(model, optimizer)` makes an `ig.Engine` of the two, as rows of a gradient are no
-`.grad`: nothing is divided, and a loss that a model of transformers has made of `labels` weighs these.
-`clip_grad_norm_` clips in the step that follows, which fills the norm it has returned. `save_state` writes the
-optimizers' state, and models that tp or ep cuts, for any layout into the folder `isograd`.
+`.grad`. docs/integrations/accelerate.md.
 """
 
 from __future__ import annotations
@@ -62,7 +46,7 @@ class Prepared(DataParallel):
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """Takes the place of accelerate's; see the head of this file. The arguments are the same."""
+    """Takes the place of accelerate's, with its arguments. docs/integrations/accelerate.md."""
 
     step: int  # accelerate's count of micro-batches
     _optimizers: list[Any]

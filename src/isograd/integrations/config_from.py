@@ -1,11 +1,5 @@
 """`isograd config from FILE`: the config of another program as a run's config, with the fate of every key.
 
-    isograd config from ds_config.json run.yaml --ranks 8     # DeepSpeed
-    isograd config from args.yaml                             # transformers' Trainer, TRL, peft, axolotl
-    isograd config from train.sh                              # Megatron-LM: arguments, or the script that has them
-    isograd config from 20B.yml                               # GPT-NeoX
-    isograd config from default_config.yaml                   # accelerate, FSDP
-
 A key is *taken*, and the field that it sets is named; *meaningless*, because it tunes what isograd does otherwise with
 the same gradients; *open*, when only the user can say it; or *refused*, because leaving it out would train otherwise.
 When one is refused nothing is written. Nothing of a file is run.

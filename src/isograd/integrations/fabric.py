@@ -1,16 +1,4 @@
-"""Lightning's Fabric on the engine: `Fabric(strategy=ig.integrations.FabricStrategy("dp4 zero3"))`, or "isograd".
-
-    model, optimizer = fabric.setup(model, optimizer)      # an engine of the two
-    fabric.backward(loss, weight=labels)                   # how many labels the loss is the mean of
-    fabric.clip_gradients(model, optimizer, max_norm=1.0)  # by the step that follows
-    optimizer.step()
-
-A step's gradient is the mean over all that was weighed since the last one, on all ranks. Without a weight a loss that a
-model of transformers has made of `labels` weighs these, any other loss its rows. Backwards under `no_backward_sync` add
-up on their rank. Under cp and tp ("dp2 cp2 ulysses") the ranks of a group get the same rows, `model(**batch)` computes
-this rank's part of them, and `fabric.backward(loss)` weighs this part's labels. A checkpoint is Fabric's file, and
-beside it NAME.isograd with the optimizers' state, for any layout.
-"""
+"""Lightning's Fabric on the engine: `Fabric(strategy=ig.integrations.FabricStrategy("dp4 zero3"))`, or "isograd"."""
 
 from __future__ import annotations
 
@@ -50,7 +38,7 @@ OTHERWISE = "ig.integrations.Accelerator, or ig.Engine in a loop of your own"
 
 
 class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
-    """Takes the place of "ddp", "fsdp" and "deepspeed" in a Fabric; see the head of this file."""
+    """Takes the place of "ddp", "fsdp" and "deepspeed" in a Fabric: docs/integrations/lightning.md."""
 
     def __init__(self, layout: str | None = None, *, elementwise: bool = False, **kwargs: Any) -> None:
         """layout: "dp4 zero3" and the like; left out, dp over all ranks. kwargs: those of Lightning's DDPStrategy that

@@ -2,13 +2,9 @@
 
 Its own loss divides by counts of a micro-batch and by accumulation steps, or by the tokens of a whole generation. Here
 it is asked, micro-batch by micro-batch, for the mean over that one's own tokens or completions, which is its weight;
-the engine divides once. So a step's gradient is the one that GRPOTrainer has on one device where one micro-batch is the
-whole step, however completions fall onto ranks and micro-batches.
-
-Completions are generated with whole parameters, by vLLM too: at ZeRO 3 all ranks gather the model for it, and shard it
-again. Under tp the ranks of a group generate together, from one state of random numbers, and have the completions and
-the rewards of the first of them, which alone calls the reward functions. Under ep all ranks generate as long as one has
-to. A run resumes between two generations, since a checkpoint has no completions, with the order of prompts that the
+the engine divides once. Completions are generated with whole parameters, by vLLM too: at ZeRO 3 all ranks gather the
+model for it, and shard it again. Under tp the ranks of a group have the completions and the rewards of the first of
+them. A run resumes between two generations, since a checkpoint has no completions, with the order of prompts that the
 epoch would have had: TRL's own resume takes the first epoch's again.
 """
 

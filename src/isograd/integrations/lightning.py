@@ -1,13 +1,6 @@
 """Lightning on the engine: `Trainer(strategy=ig.integrations.LightningStrategy("dp4 zero3"))`, or strategy="isograd".
 
-A training_step says what its loss is the mean of: `return {"loss": loss, "weight": labels}`. Without a weight a loss
-that a model of transformers has made of `labels` weighs these, any other loss the rows of its batch. Nothing is divided
-by accumulate_grad_batches or ranks. Under cp and tp ("dp2 cp2 ulysses") the ranks of a group get the same rows, the
-model of transformers in the module computes this rank's part of them, and a training_step that returns
-`self.model(**batch).loss` weighs this part's labels. Under pp the micro-batches of a step go through the stages
-together when its last one has come; until then their losses are NaN. The engine is made when fit sets up, from the one
-optimizer of configure_optimizers; it clips to gradient_clip_val. Checkpoints are Lightning's, but for the optimizer's
-state, which is in a folder beside the file, NAME.isograd, and loads under any layout.
+The engine is made when fit sets up, from the one optimizer of configure_optimizers. docs/integrations/lightning.md.
 """
 
 from __future__ import annotations
@@ -26,7 +19,7 @@ from isograd.engine import Engine
 from isograd.errors import IntegrationError
 from isograd.integrations.optimizer import EngineOptimizer, full_parameters, load_state, on_shards, save_state
 from isograd.integrations.shared_rows import CutStrategy, part_of_state, whole_state
-from isograd.integrations.weights import LabelCounter, WeightKind, rows_in
+from isograd.integrations.weights import LabelCounter, rows_in
 from isograd.integrations.world import FailureReport, failed_rank_error, name_failed_rank_in_forward, refuse
 
 if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
@@ -42,7 +35,7 @@ NAME = "isograd"
 
 
 class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
-    """Takes the place of "ddp", "fsdp" and "deepspeed" in a Lightning Trainer; see the head of this file."""
+    """Takes the place of "ddp", "fsdp" and "deepspeed" in a Lightning Trainer: docs/integrations/lightning.md."""
 
     strategy_name = NAME
     model_axes = "dp cp tp ep pp"
@@ -56,8 +49,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         self.layout, self._elementwise = layout, elementwise
         self._weight: float | Tensor | None = None  # of the batch under way, as training_step has said
         self._rows: int | None = None  # of that batch
-        self._label_counter: LabelCounter | None = None  # of a model of transformers in the module
-        self._syncing, self._rows_said = True, False
+        self._syncing = True
         self._loaded_from: Path | None = None
         self._loop: FailureReport | None = None  # the fit under way
 
@@ -94,7 +86,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         module is attached or cut in place before."""
         mesh, module = self.mesh, self.lightning_module
         model = self._cut_models.cut(module)
-        self._label_counter = None if model is module else LabelCounter(model, "training_step", mesh)
+        self._label_counter = LabelCounter(model, "training_step", mesh)
         super().setup_optimizers(trainer)
         algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)
         plain = lightning.LightningModule.configure_gradient_clipping
@@ -121,7 +113,6 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
             module.chunks, module.refuse_micro = model.chunks, model.refuse_micro
         engine = Engine(module, mesh, optimizer, clip=trainer.gradient_clip_val or None, elementwise=self._elementwise)
         name_failed_rank_in_forward(engine)
-        self._kinds = WeightKind(mesh)
         self.optimizers = [EngineOptimizer(engine)]
         self._loop = FailureReport(mesh)
         self._loop.begin()
@@ -167,19 +158,14 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         """given; else how many labels a model of transformers has made the loss of. line: as `weight_of` takes it."""
         if self._cut_models.shares_rows:
             return self._cut_models.weight_of(loss, given, line)
-        return self._label_counter.labels_of(loss) if given is None and self._label_counter is not None else given
+        return self._label_counter.labels_of(loss) if given is None else given
 
     def _weight_of(self, loss: Tensor, given: float | Tensor | None, engine: Engine) -> float | Tensor:
         """given: by manual_backward, which comes before training_step returns."""
         weight = self._weight
         if not self.lightning_module.automatic_optimization:
             weight = self._labels_of(loss, given, "self.manual_backward(self.model(**batch).loss)")
-        self._kinds.note(engine, weight is not None)
-        if weight is None:
-            if not self._rows_said and self.is_global_zero:
-                print("isograd: training_step returns no 'weight': losses weigh their rows", file=sys.stderr)
-            self._rows_said = True
-        return (self._rows or 0) if weight is None else weight
+        return self._label_counter.weight_of(loss, weight, engine, self._rows or 0)
 
     def backward(
         self,

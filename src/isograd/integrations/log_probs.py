@@ -4,7 +4,7 @@ TRL gives a model a forward that makes the log probability of each label by the 
 them. Under cp that forward gets this rank's part of the rows, and what it returns is gathered; under tp it gets the
 head's whole weight. Then all ranks of a group compute the same loss, by TRL's own code: under cp it enters the step
 once per rank, each time with the same weight; under tp once. Under pp every stage calls TRL's code, which ends in the
-forward of all stages but the last; the reference's log probabilities of a step are made before, by its own stages.
+forward of all stages but the last.
 """
 
 from __future__ import annotations

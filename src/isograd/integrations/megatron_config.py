@@ -1,8 +1,7 @@
 """Arguments of Megatron-LM, and YAML files of GPT-NeoX, as a run's config (`isograd config from`).
 
-Both describe a model, a layout, a batch and an optimizer by much the same names; NEOX has those that differ, and
-`_Reader` asks by Megatron's. Defaults are theirs, so that what the file leaves out stays as it was. A shell script is
-read for its arguments and its variables, and nothing of it is run.
+NEOX has the names that differ, and `_Reader` asks by Megatron's. Defaults are theirs, so that what the file leaves out
+stays as it was. A shell script is read for its arguments and its variables, and nothing of it is run.
 """
 
 from __future__ import annotations
@@ -282,6 +281,7 @@ class _Reader(Keys):
                 dtype = name
             for key, value in section.values.items():
                 section.row(key, value, "meaningless", "the loss scale is isograd's, and dynamic")
+            section.values.clear()
         return dtype
 
     def _recompute(self) -> Any:
@@ -326,7 +326,6 @@ class _Reader(Keys):
         made |= {"lr": params.number("lr", "optimizer.lr"), "eps": params.number("eps", "optimizer.eps", 1e-8)}
         pair: Callable[[Any], bool] = lambda v: isinstance(v, list) and len(v) == 2  # noqa: E731
         made["betas"] = params.take("betas", "two numbers", pair, made["betas"], "optimizer.betas")
-        params.rest()
         given.rest()
 
     def _schedule(self, steps: int, batch: int) -> dict[str, Any]:

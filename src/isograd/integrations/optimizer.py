@@ -81,25 +81,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.stats: Stats | None = None  # of the last step
         self._is_accelerate_prepared = True  # accelerate wraps it no further
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # param_groups, state and defaults among them
         if "engine" not in self.__dict__:  # a copy under way
             raise AttributeError(name)
         return getattr(self.engine.optimizer, name)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Of the torch optimizer."""
-        return self.engine.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """Of the torch optimizer: this rank's rows."""
-        return self.engine.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Of the torch optimizer."""
-        return self.engine.optimizer.defaults
 
     @property
     def step_was_skipped(self) -> bool:

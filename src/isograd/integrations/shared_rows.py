@@ -1,8 +1,4 @@
-"""Ranks of a cp, tp or pp group, which work on the same rows: the rows they get, and what their loop must not do.
-
-The model is one of transformers: attached under cp, cut in place under tp, ep and pp (`ig.hf.attach`), or made by
-`ig.hf.load`. Each rank gets its part of a batch by `ig.hf.shard`.
-"""
+"""Ranks of a cp, tp or pp group, which work on the same rows: the rows they get, and what their loop must not do."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The argument names of transformers, TRL, peft and axolotl as a run's config (`isograd config from args.yaml`).
 
-A file holds arguments as people have them, in YAML or JSON. Each becomes a field, is without meaning here, left to
-be set by hand, or refused, because leaving it out would train otherwise; then nothing is written. Defaults are the
-Trainer's, so that what the file leaves out stays as it was.
+Defaults are the Trainer's, so that what the file leaves out stays as it was.
 """
 
 from __future__ import annotations

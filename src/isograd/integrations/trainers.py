@@ -1,18 +1,8 @@
 """transformers' Trainer on the engine: `Trainer = ig.integrations.trainer(Trainer)`, and nothing else changes.
 
-The subclass keeps the Trainer's loop, data, callbacks, schedules, evaluation and files. What is the engine's:
-
-1. `create_optimizer` makes the optimizer as ever, and gives it to an Engine (integrations/optimizer.py). The
-   model is not wrapped: it takes the Trainer's path for models that reduce their own gradients, without its average of
-   parameters.
-2. `training_step` asks for the loss of a micro-batch as the mean over its own labels, whatever the step's other
-   micro-batches have, and goes backward with their number as its weight. Nothing divides by steps or ranks.
-3. The balance loss of a model with experts is a term of its own (`ig.Terms`), the mean over the tokens it is of.
-4. `optimizer.step` settles, clips to `max_grad_norm` and steps, on all ranks or on none.
-5. Checkpoints have the engine's state in a folder `isograd`, which any layout loads.
-6. The ranks of a cp, tp or pp group get the same rows (`ig.hf.shard`). Under cp the model is attached
-   (`ig.hf.attach`); under tp, ep and pp it is cut in place, or one of `ig.hf.load`.
-7. Under pp the micro-batches of a step go through the stages together, when the Trainer has come to the last one.
+The model is not wrapped: it takes the Trainer's path for models that reduce their own gradients, without its average of
+parameters. A micro-batch's loss is the mean over its own labels, whatever the step's others have, with their number as
+its weight. The balance loss of a model with experts is a term of its own (`ig.Terms`). docs/integrations/trainer.md.
 """
 
 from __future__ import annotations

@@ -1,17 +1,8 @@
 """verl's training engine, on ours: verl finds it by the entry point `verl.plugins`, as the backend `isograd`.
 
-    EngineOptions(layout="zero1", micro_batch_size_per_gpu=2, use_dynamic_bsz=False)      # the engine's config
-
-verl's workers call `train_batch(data, loss_function)` and `infer_batch`, which come here as `forward_backward_batch`. A
-loss function of verl's divides its sum by the tokens of the whole batch and multiplies by the data ranks, so that an
-average over ranks is the mean. Here a step's gradient is the sum of these losses over micro-batches and ranks, divided
-once by the ranks. A loss function that returns (mean, weight) or `ig.Terms`, as those of `ig.losses`, is a mean over
-all that was weighed: then nothing has to know how many tokens other ranks have.
-
-The model is one of transformers, on dp, cp, tp and ep with zero0 to zero3. The ranks of a cp or tp group are one data
-rank of verl's: it sends them the same sequences, each gets its part of these and the numbers of all of them, and all
-compute the same loss. An engine that only looks forward (the reference policy) has no engine of ours inside, and at
-zero3, too, all of what tp and ep leave of the model.
+verl's workers call `train_batch(data, loss_function)` and `infer_batch`, which come here as `forward_backward_batch`.
+Each rank of a cp or tp group gets its part of the sequences and the numbers of all of them; all compute the same loss.
+docs/integrations/verl.md says what the losses are the mean of.
 """
 
 from __future__ import annotations

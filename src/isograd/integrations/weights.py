@@ -49,28 +49,13 @@ def labels_of_loss(model: object, batch: Mapping[str, Any]) -> Tensor | None:
     return labels_in(batch, shifted=shifts) if known else None
 
 
-class WeightKind:
-    """Of the losses of a step: some with a weight, or all by their rows. The two are no counts of the same things."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._step, self._weighed = mesh, -1, False
-
-    def note(self, engine: Engine, weighed: bool) -> None:
-        """A loss of the step that `engine` has under way."""
-        step = engine.step_state.ended
-        if step == self._step and weighed != self._weighed:
-            seen = "a loss with a weight, and one without, in one step"
-            raise EngineError("IG535", seen=seen, where=self._mesh.describe_rank())
-        self._step, self._weighed = step, weighed
-
-
 class LabelCounter:
     """Listens to a model's forwards: a loss that the model has made of labels weighs these, any other one its rows."""
 
     def __init__(self, model: nn.Module, call: str, mesh: Mesh) -> None:
         """call: what was called without weight=, for the line by which rank 0 says so once."""
-        self._call, self._speaks = call, mesh.rank == 0
-        self._kinds = WeightKind(mesh)
+        self._call, self._mesh, self._speaks = call, mesh, mesh.rank == 0
+        self._step, self._weighed = -1, False  # whether losses of that step have weights: others count other things
         self._rows = 0
         self._loss: Tensor | None = None  # made by the model's last forward
         self._labels: Tensor | None = None
@@ -86,17 +71,24 @@ class LabelCounter:
         """How many labels the model has made this loss of in its last forward; None: another loss."""
         return self._labels if loss is self._loss else None
 
-    def weight_of(self, loss: Tensor, given: float | Tensor | None, engine: Engine) -> float | Tensor:
-        """What a loss of the last forward is the mean of: what was given; else what is known of it."""
+    def weight_of(
+        self, loss: Tensor, given: float | Tensor | None, engine: Engine, rows: int | None = None
+    ) -> float | Tensor:
+        """What a loss of the last forward is the mean of: what was given; else what is known of it. rows: of the batch,
+        where they are not those of the forward."""
         if given is None:
             given = self.labels_of(loss)
-        self._kinds.note(engine, given is not None)
+        step, weighed = engine.step_state.ended, given is not None
+        if step == self._step and weighed != self._weighed:
+            seen = "a loss with a weight, and one without, in one step"
+            raise EngineError("IG535", seen=seen, where=self._mesh.describe_rank())
+        self._step, self._weighed = step, weighed
         if given is not None:
             return given
         if self._speaks:
             print(f"isograd: {self._call} without weight=: losses weigh their rows", file=sys.stderr)
         self._speaks = False
-        return self._rows
+        return self._rows if rows is None else rows
 
 
 def rows_in(batch: object) -> int | None:

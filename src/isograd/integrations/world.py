@@ -1,8 +1,4 @@
-"""The mesh of a script that another library started: from a layout given in code, or by `--isograd` beside its options.
-
-A model that another library has built is whole. Every integration has dp and the ZeRO stages; those that cut a model of
-transformers and its batch have cp, tp and ep, too (shared_rows.py).
-"""
+"""The mesh of a script that another library started, of a layout given in code or by `--isograd` beside its options."""
 
 from __future__ import annotations
 

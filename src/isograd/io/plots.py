@@ -1,4 +1,4 @@
-"""Every picture that is drawn with matplotlib (the extra `plot`): curves of runs, heat maps, timelines.
+"""Every picture that is drawn with matplotlib (the extra `plot`): curves of runs, timelines.
 
 Each function takes plain data and a file, whose name says the format, and returns False where matplotlib is not
 installed. The file is complete or absent.
@@ -6,7 +6,6 @@ installed. The file is complete or absent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -137,21 +136,6 @@ def differences(runs: Mapping[str, Curve]) -> dict[str, Points]:
         for name, curve in others
     }
     return {name: points for name, every in found.items() if (points := [(n, gap) for n, gap in every if gap > 0])}
-
-
-def heat_map(steps: Sequence[int], layers: Mapping[str, Sequence[Sequence[float]]], to: Path) -> bool:
-    """layers: by name, at each step, the load of each expert over an even share. Experts down, steps across."""
-    if not layers or (made := _figure(len(layers), 8, 1 + 1.5 * len(layers))) is None:
-        return False
-    figure, axes = made
-    for axis, (name, loads) in zip(axes, layers.items(), strict=True):
-        logs = [[math.log2(max(share, 1 / 16)) for share in expert] for expert in zip(*loads, strict=True)]
-        shown = axis.imshow(logs, aspect="auto", cmap="coolwarm", vmin=-2, vmax=2, interpolation="nearest")
-        axis.set(ylabel=name, yticks=[])
-    axes[-1].set_xticks(range(len(steps)), [str(step) for step in steps], fontsize="x-small", rotation=90)
-    axes[-1].set_xlabel("step")
-    figure.colorbar(shown, ax=axes, label="load, log2 of an even share")
-    return _save(figure, to)
 
 
 class Box(NamedTuple):

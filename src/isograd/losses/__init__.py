@@ -1,11 +1,4 @@
-"""Losses of fine-tuning and reinforcement, as terms: each is (value, weight), for `ig.Terms` or `engine.backward`.
-
-share.py      what a mean is over: tokens, sequences, a constant length, prompts
-policy.py     PPO, GRPO, DAPO and GSPO; KL, entropy, values
-preference.py DPO, IPO, SimPO, ORPO, KTO
-distillation.py a teacher's distribution
-naive.py      all of them on the whole batch, in plain loops
-"""
+"""Losses of fine-tuning and reinforcement, as terms: each is (value, weight), for `ig.Terms` or `engine.backward`."""
 
 from isograd.losses.distillation import distil
 from isograd.losses.policy import clip, entropy, group_advantages, kl, sequence_log_ratio, value

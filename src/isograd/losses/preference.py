@@ -1,11 +1,7 @@
 """Losses of preferences, one for each pair (or, of KTO, each completion), from log probabilities of whole answers.
 
-    chosen = sequence_sums(logp, mask, sequences, number, mesh)[0::2]      # rows in pairs: chosen, rejected
-    loss, pairs = mean_of_sequences(dpo(chosen, rejected, ref_chosen, ref_rejected), mesh)
-
 DPO, IPO and KTO take the sum over an answer's tokens, SimPO and ORPO the mean. Both answers of a pair are in one
-micro-batch. ORPO is a term beside the language model's loss of the chosen answer:
-ig.Terms(lm=mean(-logp, share), odds=(*mean_of_sequences(orpo(...)), 0.1)).
+micro-batch. ORPO is a term beside the language model's loss of the chosen answer.
 """
 
 from __future__ import annotations

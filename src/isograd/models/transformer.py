@@ -1,9 +1,5 @@
 """One decoder whose options are data: GPT-2, GPT-NeoX, Llama, Mistral, SmolLM, Qwen 2 and 3 are configs of it.
 
-    model = Transformer(config, mesh)
-    loss, count = model(tokens, labels)        # labels[i] is what position i should predict; -100: no target
-    logits = model(tokens)
-
 Inside, tokens are one flattened stream x [tokens, hidden]. No collective is called here: layers enter and leave
 tensor-parallel regions, and the layout decides what that means.
 

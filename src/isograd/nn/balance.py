@@ -1,21 +1,11 @@
-"""Losses that keep the load of experts even, and the counts they are made of.
+"""Losses that keep the load of experts even, and the counts they are made of. docs/experts.md has the formula.
 
-    L_B = E / (k T^2) * sum_i N_i S_i        of a scope B of T tokens
-    N_i   how often B's tokens chose expert i: whole numbers, without gradient
-    S_i   the sum over B's tokens of the score p_ti, divided by the token's sum of scores
-
-Two things make its gradient that of one device under every layout. N and T are those of all of B, summed over every
+Two things make the gradient that of one device under every layout. N and T are those of all of B, summed over every
 axis that cuts it. And each rank's own tokens give a part of T L_B that is *added* to the other ranks' parts: the term
 is the sum of T_B L_B over scopes, divided once by all tokens of the step. So it is a mean over tokens, and its weight
 is the number of tokens routed here.
 
-    sequence   B is a sequence: counts are summed over cp, and over tp, where the sequence is cut
-    batch      B is the whole step, counted in a pass without gradients before its first backward
-    lagged     as batch, with the counts of the step before (of the first step: even ones, whose gradient is zero)
-
 A running mean over micro-batches is not offered: its gradient depends on their order.
-
-The z-loss is the mean over tokens of the squared log-sum-exp of the logits.
 """
 
 from __future__ import annotations

@@ -2,13 +2,10 @@
 
 A *slot* is one (token, expert) pair. Slots of a rank are sorted by expert, computed segment by segment, and added up
 with the tokens' weights, for each token in the order of its slots. Nothing here is added by atomics, so bits do not
-depend on timing.
+depend on timing. One device: naive.experts, every expert on every token, masked.
 
-One device: naive.experts, every expert on every token, masked.
-
-The weights are rows of dim 0 over ep. The exchange of slots has brought an expert the tokens of its whole ep group, so
-its gradient is a sum over the ranks that hold a copy of it (edp), and nothing else. An expert without tokens has a
-gradient of zeros: momentum and weight decay go on as on one device.
+An expert's gradient is a sum over the ranks that hold a copy of it (edp). An expert without tokens has a gradient of
+zeros: momentum and weight decay go on as on one device.
 """
 
 from __future__ import annotations

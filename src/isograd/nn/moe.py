@@ -1,11 +1,6 @@
 """A layer of experts in place of the feed-forward layer: each token goes to k of them, and to the shared one.
 
-    route      every token's experts and weights (nn/routing.py)
-    dispatch   slots sorted by expert, and exchanged: each goes to the rank of the ep group that holds its expert
-    compute    the experts here, on sorted segments (nn/experts.py)
-    combine    the exchange back; the sender adds up each token's slots, in their order
-
-One device: naive.moe.
+One device: naive.moe. docs/experts.md says what happens to a token.
 
 Tokens are cut over dp and cp, and in here over tp as well. Under sp they arrive cut. Without sp all tp ranks hold the
 same tokens: each takes its slice, so that a token is routed once, and the adjoint of the slice gathers. Every rank's

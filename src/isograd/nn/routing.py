@@ -1,13 +1,7 @@
 """Which experts a token goes to, and with what weights: token choice, as in the published models.
 
-    scores    softmax or sigmoid of the router's logits, in fp32 (fp64 in fp64 models)
-    choice    the k experts of the largest scores; with `choice_bias`, of the largest score + bias
-    weights   the scores of the chosen experts (without the bias), divided by their sum if `renormalise`, times `scale`
-
 Ties have a defined order: of equal scores, the expert of the lower number is chosen. They are real: zero-initialised
-routers and equal tokens make them, and torch.topk promises no order.
-
-`choose` is called on any rows of the stream; nothing here knows a layout.
+routers and equal tokens make them, and torch.topk promises no order. Nothing here knows a layout.
 """
 
 from __future__ import annotations

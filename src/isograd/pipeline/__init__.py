@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 __getattr__ = lazily(
     __name__,
     {
-        "Pipeline": "run",
-        "Schedule": "schedule",
-        "Stages": "stages",
-        "balanced": "split",
-        "build": "schedule",
-        "check": "schedule",
-        "measure": "costs",
+        "costs": "measure",
+        "run": "Pipeline",
+        "schedule": "Schedule build check",
+        "split": "balanced",
+        "stages": "Stages",
     },
 )

@@ -1,11 +1,5 @@
 """Every piece of memory that a program takes during a rehearsed step: how large, whose, from when to when.
 
-    with Shapes(LARGE) as mode:
-        mode.allocations = Allocations()
-        ...                                    # build, and a step
-        mode.allocations.name(tensor, PARAMETERS, "blocks.*.mlp.up")
-    peak(mode.allocations)                     # plan/peak.py
-
 A *moment* is the number of pieces that were taken or given back before. Pieces smaller than LEAST are left out. Whose a
 piece is follows from the place in the program that took it, until the program's parameters, gradients and optimizer
 state are named (plan/rehearse.py).

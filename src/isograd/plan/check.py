@@ -1,10 +1,10 @@
 """Whether records of ranks fit together: every check is made from what was recorded, and compared with contracts.
 
-messages    what one rank sends to another is what that one receives from it, in the same order, in the same call waits
-no ranks wait for each other in a circle, when each does what its record says in that order reductions  every gradient
-goes to each owner of its rows once, and is summed once over each group that its contract names norm        each element
-of a gradient is counted on the rank that stands for its replicas checkpoint  each element of what a checkpoint holds is
-written by one rank (plan/saved.py)
+messages     what one rank sends to another is what that one receives from it, in the same order; no ranks wait for
+             each other in a circle, when each does what its record says
+reductions   every gradient goes to each owner of its rows once, and is summed once over each group of its contract
+norm         each element of a gradient is counted on the rank that stands for its replicas
+checkpoint   each element of what a checkpoint holds is written by one rank (plan/saved.py)
 """
 
 from __future__ import annotations

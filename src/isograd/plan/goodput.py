@@ -1,8 +1,5 @@
 """How often a long run should save, and what share of its time makes progress.
 
-    found = goodput(failures_per_rank_hour=6e-5, ranks=1024, save_s=30, restart_s=600)
-    found.interval_s, found.share
-
 Failures come at random, at a constant rate, on any rank; each ends the step of all ranks. After one the run restarts
 (restart_s) and does again what it had done since its last checkpoint. Restarts can fail, too. With w seconds of work
 between checkpoints, m seconds between failures, and e^x the exponential, a part of w + save seconds takes on average
@@ -10,7 +7,6 @@ between checkpoints, m seconds between failures, and e^x the exponential, a part
     m e^(restart / m) (e^((w + save) / m) - 1)      (Daly 2006, equation 13)
 
 and the best w is found by bisection on its derivative; sqrt(2 save m) (Young 1974) is its limit for rare failures.
-tests/plan/test_goodput.py compares both with a simulation of failures.
 """
 
 from __future__ import annotations

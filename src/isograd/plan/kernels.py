@@ -1,8 +1,5 @@
 """What share of its best rate a kernel reaches, by the sizes that it is given.
 
-    share = product_share(m, n, k, units=132)     # of a matrix product's rate for large matrices
-    share = attention_share(length)               # of fused causal attention's rate for long sequences
-
 A product is cut into tiles, and a device computes `units` of them at once: 133 tiles take as long as 264. Of some tiles
 the library takes the best; a small product is also cut along k. Rows that are no multiple of 16 bytes are read without
 the instructions that feed the matrix units. Devices without such units (a CPU) say `units: 0`, and reach the same share

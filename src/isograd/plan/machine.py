@@ -1,8 +1,7 @@
 """A machine as data: what its devices compute, hold and send, and what share of that programs get.
 
-machines/*.yaml describe devices that can be rented today. `isograd machine measure` writes the same for this computer
-(plan/measure.py). Numbers that makers state and rates that were fitted or measured stand in different fields, so that a
-reader sees which is which.
+Numbers that makers state and rates that were fitted or measured stand in different fields, so that a reader sees which
+is which.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """This computer as a Machine: what its CPU sustains, found by running products, copies, attention and messages.
 
-Each rank of a world here gets one core, one thread and its share of the memory: a device of this machine is a core. All
-cores are measured at once, as they work in a run: they share the memory's bandwidth and the clock. Then two ranks on
-each core are: what they lose beside each other, and what their messages take. Numbers are medians of a few runs. The
-peak is the fastest product seen, so MFU is relative to what this computer was seen to do. Nothing else should run
-meanwhile.
+A device of this machine is a core, with one thread and its share of the memory. All cores are measured at once, as they
+work in a run: they share the memory's bandwidth and the clock. Then two ranks on each core are: what they lose beside
+each other, and what their messages take. Numbers are medians of a few runs. The peak is the fastest product seen.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@
     activations    what a forward keeps for its backward, times the micro-batches a pipeline has in flight; where ep
                    cuts experts, of a rank whose experts compute LOAD times an even share of the slots
 
-`isograd plan`, `isograd train` and its dry run all use it. Activations are counted by the tensors that isograd's
-Transformer saves. tests/train/test_resources.py compares with autograd and with the peak of a process,
-tests/plan/test_plan.py with parameters counted on models.
+Activations are counted by the tensors that isograd's Transformer saves. tests/train/test_resources.py compares.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """One whole step of a real program on simulated ranks: what each of them sends, owes and holds.
 
-    ranks = rehearse(build, layout)           # build(mesh) -> (engine, batch, micro_batches)
-    found = check(ranks)                      # plan/check.py; empty: everything fits together
-
 Which ranks: those of the first column, which are all pipeline stages. Stages whose passes make the same calls are of
 one kind. Where a kind begins and where it ends, ranks beside the first column are simulated: along each other axis the
 second and the last one, and the rank that is last along all. Sizes may differ between ranks of a kind, because rows and

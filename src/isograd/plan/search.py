@@ -1,8 +1,5 @@
 """Which layout is best: all that a number of devices allows, bound by divisibility and memory, then by predicted time.
 
-    found = search(work, 1024, machine.load("h100"))
-    found.best[0].layout, found.best[0].step.seconds, found.out
-
 A first pass judges every candidate by a formula; the best of them are then predicted with their pipeline's schedule
 simulated. Every candidate that falls out is counted by its reason, with one example.
 """

@@ -1,8 +1,5 @@
 """How long a step takes under a layout on a machine, and where the time goes.
 
-    found = predict(work, Layout.parse("dp16 tp8 sp pp4 zero1"), machine.load("h100"))
-    found.seconds, found.low, found.high, found.mfu, found.parts
-
 Without a pipeline, micro-batches follow one another. With one, the schedule of pipeline/schedule.py is simulated with
 the costs of each stage and the time of a send between neighbours; of a long step the first micro-batches are simulated
 until their pace is steady, and the rest continue at it. After the last backward come what is left of the gradients'

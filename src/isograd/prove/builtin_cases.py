@@ -1,10 +1,4 @@
-"""isograd's own models as cases: what `isograd verify` proves when it is given none.
-
-isograd verify                            four small models under the standard layouts, about a minute
-isograd verify --layouts "dp2 tp2 zero2"  the same models under others; where ep cuts experts, the model that has some
-isograd verify run.yaml                   the layout of a run, with a small model of the same structure; one that has
-                                          experts under its largest ep, too
-"""
+"""isograd's own models as cases: what `isograd verify` proves when it is given none."""
 
 from __future__ import annotations
 

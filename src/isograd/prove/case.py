@@ -1,9 +1,5 @@
 """A case: what is to be proven, as a function of a mesh.
 
-    def case(mesh: ig.Mesh) -> ig.prove.Case:
-        model = ig.models.Transformer(config, mesh)              # or any nn.Module when only data axes are used
-        return Case(model, batch, loss=lambda model, part: model(part["tokens"], part["labels"]))
-
 The batch is the whole one, the same on every rank; the verifier cuts it along dim 0 into micro-batches of unequal sizes
 and gives each data rank its own. `loss` returns the mean over a part's valid tokens, and how many there are (or only a
 mean, over rows). Left out, the model does so itself, called with a part of the batch; then pipelines can be proven too.

@@ -1,10 +1,4 @@
-"""A pytest plugin, registered by installing isograd: the fixture `layouts`, for other projects' test suites.
-
-def test_my_model_has_the_gradient_of_one_device(layouts):
-    isograd.prove.assert_same_gradients(my_case, layouts)
-
-pytest --layouts "dp2 zero1; tp2 sp"        # which ones; the default needs two ranks
-"""
+"""A pytest plugin, registered by installing isograd: the fixture `layouts`, for other projects' test suites."""
 
 from __future__ import annotations
 

@@ -1,19 +1,21 @@
 """The same run under several layouts, or runs that are over: speed, memory and bytes differ; the losses must not.
 
-Each layout runs in its own folder from the same first values on the same samples. Runs that are over are read from
-their folders: the one that lost a rank and the one that did not. Bytes are what the sockets of a
-rank's process sent in the steps, without the start, evaluations and saves; they are known for gloo on Linux and left
-out elsewhere.
+Each layout runs in its own folder from the same first values on the same samples. Bytes are what the sockets of a
+rank's process sent in the steps, without the start, evaluations and saves; known for gloo on Linux, left out elsewhere.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from isograd.comm import wire
 from isograd.comm.launch import World
@@ -127,48 +129,27 @@ def _row(
     )
 
 
-TITLES = (
-    "layout",
-    "ranks",
-    "last loss",
-    "largest difference",
-    "held-out loss",
-    "tokens/s",
-    "memory GB",
-    "sent MB/step",
-)
-
-
-def _words(row: ComparedRun) -> tuple[str, ...]:
-    return (
-        row.layout,
-        str(row.ranks),
-        f"{row.loss:.5f}",
-        f"{row.difference:.1e}",
-        "-" if row.held_out is None else f"{row.held_out:.5f}",
-        f"{row.per_s:,.0f}",
-        f"{row.memory_gb:.2f}",
-        "-" if row.sent_mb is None else f"{row.sent_mb:.2f}",
-    )
-
-
 def table(rows: list[ComparedRun], columns: int = 120) -> str:
     """The comparison as text of at most `columns`: titles in two lines, long layouts in several."""
-    heads = [title.rpartition(" ")[::2] for title in TITLES]  # ("largest", "difference"), ("", "ranks")
-    words = [_words(row) for row in rows]
-    widths = [max(len(part) for part in (*head, *cells)) for head, *cells in zip(heads, *words, strict=True)]
-    widths[0] = max(12, min(widths[0], columns - sum(widths[1:]) - 2 * len(widths[1:])))
-    lines = [_line([head[0] for head in heads], widths), _line([head[1] for head in heads], widths)]
-    for first, *others in words:
-        parts = textwrap.wrap(first, widths[0])
-        lines.append(_line([parts[0], *others], widths))
-        lines += ["  " + part for part in parts[1:]]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _line(words: Sequence[str], widths: list[int]) -> str:
-    cells = zip(words, widths, strict=True)
-    return "  ".join(word.rjust(wide) if i else word.ljust(wide) for i, (word, wide) in enumerate(cells))
+    titles = (
+        "\nranks",
+        "last\nloss",
+        "largest\ndifference",
+        "held-out\nloss",
+        "\ntokens/s",
+        "memory\nGB",
+        "sent\nMB/step",
+    )
+    numbers = [Column(title, justify="right", no_wrap=True) for title in titles]
+    grid = Table(Column("\nlayout", min_width=12), *numbers, box=None, pad_edge=False)
+    for row in rows:
+        held_out = "-" if row.held_out is None else f"{row.held_out:.5f}"
+        sent = "-" if row.sent_mb is None else f"{row.sent_mb:.2f}"
+        losses = f"{row.loss:.5f}", f"{row.difference:.1e}", held_out
+        grid.add_row(Text(row.layout), str(row.ranks), *losses, f"{row.per_s:,.0f}", f"{row.memory_gb:.2f}", sent)
+    shown = StringIO()
+    Console(file=shown, width=columns, color_system=None).print(grid)
+    return shown.getvalue().rstrip()
 
 
 def _write(rows: list[ComparedRun], runs: Mapping[str, Path], folder: Path, title: str, about: str) -> None:

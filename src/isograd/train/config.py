@@ -1,8 +1,4 @@
-"""What a run is, as typed data, of the parts in sections.py; and which of their values contradict each other.
-
-Reading is strict: a key that nobody knows is a mistake, and so is a number where a word belongs. reading.py turns
-pydantic's findings into file, line and nearest name.
-"""
+"""What a run is, as typed data, of the parts in sections.py; and which of their values contradict each other."""
 
 from __future__ import annotations
 

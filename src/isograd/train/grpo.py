@@ -1,9 +1,8 @@
 """Answers that the model draws itself, and what they are worth: reinforcement learning with group-relative advantages.
 
-A step draws `grpo.answers` answers to each of its prompts, rewards them, and learns from how far each reward is from
-the mean of its prompt's (losses.group_advantages, policy.py). Draws are those of generate/sampling.py, each a function
-of the data's seed, the number of the answer in the run, and its place: so a resumed run draws the same answers, and so
-does every layout, up to rounding. The model that draws is the one that is trained, under its layout and in eval mode.
+Draws are those of generate/sampling.py, each a function of the data's seed, the number of the answer in the run, and
+its place: so a resumed run draws the same answers, and so does every layout, up to rounding. The model that draws is
+the one that is trained, under its layout and in eval mode.
 
 `grpo.kl` compares with the model before the first step: adapters are left out for it; without adapters a second model
 stands beside the first, cut by tp, and its weights are those that the run began from, also when it resumes.

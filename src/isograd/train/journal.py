@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isograd.io import atomic, no_follow, plots, terminal, untrusted
+from isograd.io import atomic, no_follow, terminal, untrusted
 from isograd.io.plots import Curve, Points
 from isograd.train.run_folder import writing
 
@@ -65,13 +65,6 @@ def curve(file: Path) -> Curve:
             if name not in NAMED and isinstance(value, int | float):
                 measures.setdefault(name, []).append((line["step"], value))
     return Curve(training, held_out, measures)
-
-
-def draw_experts(file: Path, to: Path) -> bool:
-    """A heat map of the load of each layer's experts over the steps; False without experts or matplotlib."""
-    rows = [(line["step"], line["load"]) for line in read(file) if line.get("load")]
-    layers = {name: [load[name] for _, load in rows] for name in (rows[-1][1] if rows else ())}
-    return plots.heat_map([step for step, _ in rows], layers, to)
 
 
 PATIENCE = 1 << 20  # bytes of lines that wait

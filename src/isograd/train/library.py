@@ -1,8 +1,6 @@
 """A Hugging Face folder that `isograd train` runs by transformers' own code, and LoRA in it, under any layout.
 
-isograd's own decoder knows some families. With `model.code: transformers`, or with `adapter`, the folder's class itself
-is cut, proven and trained (`ig.hf`): every causal language model of transformers. Adapters are peft's; the model
-that they are put into is frozen, and is what DPO and its kin compare with.
+The model that adapters are put into is frozen, and is what DPO and its kin compare with.
 """
 
 from __future__ import annotations

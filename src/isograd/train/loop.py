@@ -1,8 +1,5 @@
 """The loop of a run, on one rank: train, evaluate, save, show, and end cleanly.
 
-    0    done                        75   asked to stop (signal or STOP file): saved, --resume auto continues
-    6    NaN or Inf, not saved        7   no progress: a silent rank or a lost connection (watchdog.py)
-
 One small exchange a step tells all ranks whether anyone was asked to stop, so that they end after the same step; and
 how long each has waited for others, by which late ones are named (stragglers.py).
 """
@@ -466,7 +463,7 @@ class _Run:
         )  # fmt: skip
 
     def _finish(self, step: int) -> RunOutcome:
-        """Pictures and a sample, once everything is safe on disk."""
+        """A picture and a sample, once everything is safe on disk."""
         if self.start >= self.config.steps and self.options.recovery is None:
             self._event("done", f"nothing to do: all {self.config.steps} steps were done before", step)
             return self._outcome(0, step, "")
@@ -477,12 +474,10 @@ class _Run:
             self._event("model", text, step)
         if self.mesh.rank == 0:
             folder = self.config.folder
-            metrics, picture, heat = (folder / name for name in ("metrics.jsonl", "loss.png", "experts.png"))
-            drawn = plots.curves({folder.name: journal.curve(metrics)}, picture, folder.name)
+            picture = folder / "loss.png"
+            drawn = plots.curves({folder.name: journal.curve(folder / "metrics.jsonl")}, picture, folder.name)
             self._event("picture", f"loss curve: {picture}" if drawn else
                         "no loss curve: pip install matplotlib for one", step)  # fmt: skip
-            if journal.draw_experts(metrics, heat):
-                self._event("picture", f"load of the experts: {heat}", step)
         return self._outcome(0, step, "")
 
 

@@ -1,8 +1,7 @@
 """An encoder trained on pairs of texts: every row of a step is every other row's negative, whatever the layout.
 
-The encoder is a Hugging Face model as it is, on data axes at any ZeRO stage. Its vector of a text is the mean of the
-last hidden states, or the first one. GradientCache keeps its memory that of one chunk; the vectors alone bound the
-batch. Dropout is off unless asked for: it draws per rank, so with it layouts differ in noise.
+Its vector of a text is the mean of the last hidden states, or the first one. Dropout is off unless asked for: it draws
+per rank, so with it layouts differ in noise.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ model are computed once, by the run's own ranks, and written to the run's folder
 also compares with how far the model has moved: the mean, over the whole step, of the log probability of strangers (the
 answer to the next pair's prompt) above the reference, which is at least 0 and has no gradient.
 
-One device: the loss of losses/naive.py over the whole batch.
-
 The file of these references is one line of JSON and then numbers (float64, little-endian). The line says what they
 belong to: a hash of the model as it was, of the pairs, and of the length behind which pairs are left out. A file of
 another model, of other pairs, or a damaged one is made again. Pairs that are left out have NaN.

@@ -1,7 +1,5 @@
 """A decoder that is trained on pairs of answers: the loss of a pair, from the log probabilities of whole answers.
 
-    model(tokens, labels, reference=..., samples=...)       tokens, labels [pairs, 2, length]: chosen, rejected
-
 Parameters and their names are the Transformer's, so checkpoints and exports are, too. Both answers of a pair are rows
 of one micro-batch. Under cp a rank has parts of both answers: `sequence_sums` adds up over the group, all its ranks
 compute the same losses, and each stands for 1/cp of the pairs. Under pp the last stage does all of this.

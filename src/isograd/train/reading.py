@@ -1,7 +1,5 @@
 """Reads configs: YAML with the line of every value, dotted options over it, and all mistakes at once.
 
-    isograd train run.yaml --optimizer.lr 1e-3 "layout=dp4 zero2"
-
 A value's origin is a line of the file, the command line, or the default: `isograd config show` prints it beside each.
 """
 

@@ -1,11 +1,7 @@
 """What a run needs and what this machine has: memory by formula, devices, and their peak speed.
 
-    states         parameters, masters, gradient sums and the optimizer's state, in the bytes that the engine keeps
-    activations    what a forward keeps for its backward, times the micro-batches a pipeline has in flight
-    PROGRAM        Python, torch and its communication
-
-plan/memory.py has the formulas, for `isograd plan` too. Parameters of isograd's decoder are counted by formula, those
-of a model of transformers on its class or in its file; its activations are those of a usual decoder or encoder.
+plan/memory.py has the formulas. Parameters of isograd's decoder are counted by formula, those of a model of
+transformers on its class or in its file; its activations are those of a usual decoder or encoder.
 tests/train/test_resources.py compares with what autograd saves and with the peak of a process.
 """
 

@@ -1,14 +1,5 @@
 """What `isograd train` says before it starts: what is trained, where, and the memory needed and the memory there is.
 
-    isograd 1.0.0rc1 trains runs/quickstart
-      model    quickstart, 792k parameters in fp32
-      layout   dp2 tp2 sp zero1: 4 ranks
-      devices  4 ranks on 2 CPU cores, 23.5 GB
-      batch    16 sequences x 128 tokens = 2.05k tokens a step, 60 steps
-      data     Python's standard library
-      memory   0.32 GB a rank: states 0.01, activations 0.01, program 0.30; 1.28 GB in all
-      folder   runs/quickstart, new
-
 It also refuses, unless `--force` is given, what would make a machine unusable: more ranks than it has devices for, or
 more memory than it has; and mistakes that every rank would find. All of this happens in one process, before any rank is
 started. `--dry-run` then takes one real step in a folder that is thrown away.

@@ -1,9 +1,8 @@
 """Optional places for the numbers beside metrics.jsonl: TensorBoard, trackio, Weights & Biases, MLflow.
 
-Each is a package of its own, imported only where the config's `log` asks for it, and an extra of isograd. Rank 0 alone
-sends numbers. Where they go is the package's to say: WANDB_MODE=offline and MLFLOW_TRACKING_URI=... work as usual. In
-wandb a resumed run continues the same run, whose id is made from the folder's path; in trackio and MLflow it is a new
-one of the same name. Events without numbers are not sent.
+Each package is imported only where the config's `log` asks for it. Rank 0 alone sends numbers; events without numbers
+are not sent. In wandb a resumed run continues the same run, whose id is made from the folder's path; in trackio and
+MLflow it is a new one of the same name.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from isograd.train.config import Config
 from isograd.train.reading import dotted, flat
 
 Sink = Callable[[dict[str, Any]], None]
+Send = Callable[[dict[str, float], int], object]
 LONGEST = 500  # characters of a parameter that MLflow keeps
 
 
 def trackers(config: Config, folder: Path, stack: ExitStack) -> list[Sink]:
     """A sink for each tracker that the config asks for; `stack` closes them, as ranks end without Python's own exit."""
-    makers: dict[str, Callable[[Config, Path, ExitStack], Sink]] = {
+    makers: dict[str, Callable[[Config, Path, ExitStack], Send]] = {
         "tensorboard": _tensorboard,
         "trackio": _trackio,
         "wandb": _wandb,
@@ -34,7 +34,7 @@ def trackers(config: Config, folder: Path, stack: ExitStack) -> list[Sink]:
     for name, maker in makers.items():
         if getattr(config.log, name):
             try:
-                found.append(maker(config, folder, stack))
+                found.append(_sink(maker(config, folder, stack)))
             except ImportError as error:
                 raise TrainError(
                     "IG982", f"the config asks for log.{name}, and the package is not installed", seen=str(error),
@@ -44,42 +44,42 @@ def trackers(config: Config, folder: Path, stack: ExitStack) -> list[Sink]:
     return found
 
 
-def _numbers(entry: dict[str, Any]) -> dict[str, float]:
-    """A journal entry's numbers by name, those of an event under its name: 'evaluation/loss'."""
-    prefix = f"{entry['event']}/" if "event" in entry else ""
-    return {f"{prefix}{k}": v for k, v in entry.items() if k not in ("step", "steps") and isinstance(v, int | float)}
+def _sink(send: Send) -> Sink:
+    """Sends a journal entry's numbers by name, those of an event under its name: 'evaluation/loss'."""
+
+    def sink(entry: dict[str, Any]) -> None:
+        """Send the numbers of one journal entry."""
+        prefix = f"{entry['event']}/" if "event" in entry else ""
+        every = {f"{prefix}{k}": v for k, v in entry.items() if k not in ("step", "steps")}
+        if numbers := {name: value for name, value in every.items() if isinstance(value, int | float)}:
+            send(numbers, entry["step"])
+
+    return sink
 
 
-def _tensorboard(_: Config, folder: Path, stack: ExitStack) -> Sink:
+def _tensorboard(_: Config, folder: Path, stack: ExitStack) -> Send:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"))
     stack.callback(writer.close)
 
-    def sink(entry: dict[str, Any]) -> None:
-        """Send the numbers of one journal entry."""
-        for name, value in _numbers(entry).items():
-            writer.add_scalar(name, value, entry["step"])
+    def send(numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
         writer.flush()
 
-    return sink
+    return send
 
 
-def _trackio(config: Config, folder: Path, stack: ExitStack) -> Sink:
+def _trackio(config: Config, folder: Path, stack: ExitStack) -> Send:
     import trackio  # type: ignore[import-not-found, unused-ignore]
 
     trackio.init(project=config.log.trackio, name=folder.name, config=config.model_dump(mode="json"))
     stack.callback(trackio.finish)
-
-    def sink(entry: dict[str, Any]) -> None:
-        """Send the numbers of one journal entry."""
-        if numbers := _numbers(entry):
-            trackio.log(numbers, step=entry["step"])
-
-    return sink
+    return lambda numbers, step: trackio.log(numbers, step=step)
 
 
-def _wandb(config: Config, folder: Path, stack: ExitStack) -> Sink:
+def _wandb(config: Config, folder: Path, stack: ExitStack) -> Send:
     import wandb  # type: ignore[import-not-found, unused-ignore]
 
     run = wandb.init(
@@ -96,17 +96,11 @@ def _wandb(config: Config, folder: Path, stack: ExitStack) -> Sink:
     stack.callback(run.finish)
     run.define_metric("at", hidden=True)
     run.define_metric("*", step_metric="at")
-
-    def sink(entry: dict[str, Any]) -> None:
-        """Send the numbers of one journal entry."""
-        # wandb's own step must not go back, and a resumed run does some steps again: 'at' is the axis instead
-        if numbers := _numbers(entry):
-            run.log({**numbers, "at": entry["step"]})
-
-    return sink
+    # wandb's own step must not go back, and a resumed run does some steps again: 'at' is the axis instead
+    return lambda numbers, step: run.log({**numbers, "at": step})
 
 
-def _mlflow(config: Config, folder: Path, stack: ExitStack) -> Sink:
+def _mlflow(config: Config, folder: Path, stack: ExitStack) -> Send:
     from mlflow.tracking import MlflowClient  # type: ignore[import-not-found, unused-ignore]
 
     client = MlflowClient()
@@ -118,9 +112,8 @@ def _mlflow(config: Config, folder: Path, stack: ExitStack) -> Sink:
         if value is not None:
             client.log_param(run, dotted(place), str(value)[:LONGEST])
 
-    def sink(entry: dict[str, Any]) -> None:
-        """Send the numbers of one journal entry."""
-        for name, value in _numbers(entry).items():
-            client.log_metric(run, name, float(value), step=entry["step"])
+    def send(numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            client.log_metric(run, name, float(value), step=step)
 
-    return sink
+    return send

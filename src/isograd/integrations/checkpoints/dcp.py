@@ -1,13 +1,8 @@
 """Folders that torch.distributed.checkpoint wrote (DCP), as torchtitan's and Megatron-Core's: read by tensors.
 
-    folder = DcpFolder("outputs/checkpoint/step-100")
-    folder.shapes["layers.0.attention.wq.weight"]        # of each tensor, whole
-    folder.full("layers.0.attention.wq.weight")          # put together from the pieces of all ranks
-
 A folder is a file `.metadata`, a pickle, and files of pieces, each a zip that holds a pickle again. Both are read as
-data (opcodes.py): nothing in them is executed. Every number is checked before it is used: pieces lie inside their
-tensor, do not overlap and fill it; a piece lies inside its file, which is no link; its bytes are as many as its shape
-says.
+data (opcodes.py). Every number is checked before it is used: pieces lie inside their tensor, do not overlap and fill
+it; a piece lies inside its file, which is no link; its bytes are as many as its shape says.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ import math
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,10 +110,6 @@ class DcpFolder:
                 file.seek(piece.at)
                 found[box] = _tensor(file.read(piece.length), held.dtype, piece.sizes)
         return found
-
-    def look(self, name: str, take: Callable[[Tensor], Tensor]) -> Tensor:
-        """A copy of what `take` picks from a tensor."""
-        return take(self.full(name)).clone(memory_format=torch.contiguous_format)
 
     def _sized(self, name: str, held: DcpTensor, piece: DcpChunk) -> None:
         """Refuse a piece whose file does not have its bytes, or whose bytes cannot hold its elements."""

@@ -1,13 +1,8 @@
 """Folders that DeepSpeed wrote under ZeRO 1, 2 or 3: weights in fp32, and Adam's two averages, by parameter.
 
-    folder = ZeroFolder("out/global_step100")             # or "out", in which a file `latest` names it
-    folder.full("model.norm.weight")                      # put together from the flat partitions of all ranks
-    ZeroFolder("out", "exp_avg").full("model.norm.weight")
-
-Each rank's file is a zip that holds a pickle and flat tensors. The pickle is followed as data (opcodes.py): nothing in
-it is executed, whatever it names. Under ZeRO 1 and 2 a group's partitions, one after another, are all its parameters;
-under ZeRO 3 each parameter is cut into equal parts, the last one filled up. Numbers are checked before they are used;
-the bytes of one parameter are read at a time.
+Each rank's file is a zip that holds a pickle (read as data: opcodes.py) and flat tensors. Under ZeRO 1 and 2 a group's
+partitions, one after another, are all its parameters; under ZeRO 3 each parameter is cut into equal parts, the last one
+filled up. Numbers are checked before they are used; the bytes of one parameter are read at a time.
 """
 
 from __future__ import annotations

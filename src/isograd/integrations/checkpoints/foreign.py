@@ -1,15 +1,12 @@
 """Checkpoints of other trainers, under the names that transformers has: what hf/families.py reads.
 
-    isograd ckpt import outputs/checkpoint/step-100 out/ --config models/llama      # a Hugging Face folder
-
     transformers   FSDP2 and DTensors around models of transformers: the names are there already, behind a prefix
-    torchtitan     Llama 3: wq, w1, ...; queries and keys have the two halves of each rotation beside each other
+    torchtitan     Llama 3: queries and keys have the two halves of each rotation beside each other
     DeepSpeed      transformers' names, in the partitions of ZeRO: deepspeed.py
     Megatron-Core  torch_dist: linear_qkv by groups of heads, linear_fc1 gate above up, layers stacked or one by one,
                    vocabularies padded; Llama, Mistral and Qwen 3 without experts
 
-A tensor is put together when it is asked for, one at a time. Which names are there, and their shapes, is checked
-against the config before anything is read.
+One tensor at a time is put together. Names and shapes are checked against the config before anything is read.
 """
 
 from __future__ import annotations
@@ -98,13 +95,9 @@ class ForeignCheckpoint:
         """A tied model has no head of its own: one that is stored must be the embedding."""
         for head in HEADS:
             if head in self.names:
-                alike = all(len(shape) == 2 for shape in map(self.shape, (embedding, head)))
-                one, other = (
-                    (self.folder.full(self.names[name])[:vocab] for name in (embedding, head))
-                    if alike
-                    else (None, None)
-                )
-                if one is None or other is None or one.shape != other.shape or not bool((one == other).all()):
+                matrices = all(len(shape) == 2 for shape in map(self.shape, (embedding, head)))
+                both = [self.folder.full(self.names[name])[:vocab] for name in (embedding, head) if matrices]
+                if not both or both[0].shape != both[1].shape or not bool((both[0] == both[1]).all()):
                     raise ModelError(
                         "IG420", f"{self.folder.place} has a head of its own, which a tied model does not have",
                         seen=f"{self.names[head]!r} differs from {self.names[embedding]!r}",

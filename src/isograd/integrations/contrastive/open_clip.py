@@ -1,26 +1,16 @@
 """OpenCLIP's ClipLoss and DistillClipLoss, right in all four modes.
 
-    from isograd.integrations.contrastive.open_clip import ClipLoss, DistillClipLoss        # instead of open_clip.loss
+Encoders and logit_scale get the gradient of the loss over all ranks' rows, once, whether gradients are averaged over
+the ranks, as torch's DDP does, or summed and divided by the rows: engine.backward(loss, weight=len(image_features)).
+What OpenCLIP's own give: docs/contrastive.md.
 
-Right means: encoders and logit_scale get the gradient of the loss over all ranks' rows, once, whether gradients are
-
-    averaged over the ranks, as torch's DDP does          loss.backward()
-    or summed and divided by the rows, as isograd does    engine.backward(loss, weight=len(image_features))
-
-In OpenCLIP that holds for gather_with_grad=True only; with False, its default, encoders get 1/W of it under DDP (or,
-with local_loss, lack what other ranks' rows add), while logit_scale is right: docs/contrastive.md has the numbers.
-
-Here gather_with_grad is accepted without effect: one reduce-scatter always returns the gradients to their owners.
+gather_with_grad is accepted without effect: one reduce-scatter always returns the gradients to their owners.
 local_loss decides what is returned: the mean over this rank's rows (True), or over the rows of all ranks (False). When
-ranks have different numbers of rows, the first is right under the engine only, the second under both. Memory of
-ClipLoss: tiles, never [rows, all rows].
+ranks have different numbers of rows, the first is right under the engine only, the second under both.
 
 get_logits and get_ground_truth, for losses that subclass ClipLoss, gather the features with their gradients. What a
 subclass computes from these logits with a mean over their rows is right in the same cases. DistillClipLoss is such a
-subclass; it holds [rows, all rows].
-
-Losses and logits of half-precision features are fp32, where OpenCLIP's are bf16 outside autocast: a bf16 loss has three
-digits, and its gradient's seed is rounded, too.
+subclass; it holds [rows, all rows], where ClipLoss has tiles. Losses and logits of half-precision features are fp32.
 """
 
 from __future__ import annotations

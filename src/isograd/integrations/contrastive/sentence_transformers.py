@@ -1,17 +1,8 @@
 """A loss for sentence-transformers' Trainer: cached InfoNCE with the gradient of the rows of all ranks.
 
-    from isograd.integrations.contrastive.sentence_transformers import CachedInfoNCE
-    loss = CachedInfoNCE(model, scale=20.0, mini_batch_size=64, gather_across_devices=True)
-    SentenceTransformerTrainer(model=model, loss=loss, ...).train()
-
 The options are those of sentence-transformers 6.2, in its order. With the default similarity, direction and no hardness
 the loss is computed in tiles; otherwise in [mini_batch_size, all columns] at a time (ranking.py). An option that cannot
 be followed is refused (IG970). MatryoshkaLoss(model, CachedInfoNCE(model), dims) works: it wraps `calculate_loss`.
-
-Called with (features of each column, labels), it returns a loss whose backward replays the model chunk by chunk, as
-CachedMultipleNegativesRankingLoss of sentence-transformers 6.2 does, which is right when all ranks have equally many
-rows. This class adds: ranks with different numbers of rows are weighted by them; the replay is checked; and an isograd
-engine can take the place of DDP.
 
 The value is scaled for what reduces the gradients. torch's DDP averages over W ranks, so the value is W * (sum of my
 rows' losses) / (number of all rows): the mean of my rows when all ranks have equally many. With `engine=` it is the

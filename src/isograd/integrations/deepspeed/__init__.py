@@ -1,15 +1,5 @@
 """DeepSpeed's integrations: its configs, and a loop that was written for its engine. docs/integrations/deepspeed.md.
 
-    from isograd.integrations import deepspeed                 # in the place of: import deepspeed
-    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json", ...)
-
-keys.py        what each key of a config asks for
-config.py      a config as the config of `isograd train`
-settings.py    a config as the settings of a loop, with its three schedules with a warmup
-loop.py        `initialize`, and the engine that it returns
-pipe.py        PipelineModule, LayerSpec, TiedLayerSpec, and their engine
-ulysses.py     DistributedAttention, UlyssesSPAttentionHF and UlyssesSPDataLoaderAdapter
-
 Names are loaded when first used: `isograd config from` needs no torch.
 """
 
@@ -29,9 +19,11 @@ if TYPE_CHECKING:
     from isograd.integrations.deepspeed.ulysses import UlyssesSPAttentionHF as UlyssesSPAttentionHF
     from isograd.integrations.deepspeed.ulysses import UlyssesSPDataLoaderAdapter as UlyssesSPDataLoaderAdapter
 
-_LOOP, _ULYSSES = ("LoopEngine", "add_config_arguments", "init_distributed", "initialize"), (
-    "DistributedAttention", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter",
-)  # fmt: skip
-__all__ = [*_LOOP, *_ULYSSES, "pipe"]  # noqa: PLE0604
+_HOMES = {
+    "loop": "LoopEngine add_config_arguments init_distributed initialize",
+    "pipe": "pipe",
+    "ulysses": "DistributedAttention UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+}
+__all__ = " ".join(_HOMES.values()).split()  # noqa: PLE0605
 
-__getattr__ = lazily(__name__, {"pipe": "pipe"} | dict.fromkeys(_LOOP, "loop") | dict.fromkeys(_ULYSSES, "ulysses"))
+__getattr__ = lazily(__name__, _HOMES)

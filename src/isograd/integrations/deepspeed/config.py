@@ -14,8 +14,7 @@ from isograd.integrations.deepspeed.keys import KeyOutcome, Keys, opened
 
 def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[KeyOutcome]]:
     """The fields of a run's config, and every key of the file with its fate. ranks: that the run will have."""
-    keys, zero, stage = opened(values)
-    zero.rest()
+    keys, _, stage = opened(values)
     cp, tp = cut_sizes(keys, Layout())
     batch, micro, ranks = batch_of(keys, ranks, tp * cp)
     cuts = (f" cp{cp} ulysses" if cp > 1 else "") + (f" tp{tp}" if tp > 1 else "")
@@ -27,12 +26,10 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
     board = keys.section("tensorboard")
     if board.flag("enabled", "log.tensorboard"):
         log["tensorboard"] = True
-    board.rest()
     wandb = keys.section("wandb")
     if wandb.flag("enabled", "log.wandb"):
         log["wandb"] = wandb.take("project", "text", lambda v: isinstance(v, str) and bool(v), "deepspeed", "log.wandb")
     wandb.values.pop("project", None)
-    wandb.rest()
     keys.rest()
     return {
         "version": 1,
@@ -54,7 +51,6 @@ def cut_sizes(keys: Keys, asked: Layout) -> tuple[int, int]:
     cut = keys.section("tensor_parallel")
     cp = keys.positive_int("sequence_parallel_size", "layout: cp ulysses", asked.cp)
     tp = cut.positive_int("autotp_size", "layout: tp", asked.tp)
-    cut.rest()
     for name, size, other in (("sequence_parallel_size", cp, asked.cp), ("autotp_size", tp, asked.tp)):
         if other not in (1, size):
             keys.row(name, size, "refused", f"is not the {other} of layout, mpu or mesh_param")
@@ -96,7 +92,6 @@ def dtype_of(keys: Keys) -> str:
         bf16 = keys.section(name)
         if bf16.flag("enabled", "model.dtype"):
             dtype = "bf16"
-        bf16.rest()
     fp16 = keys.section("fp16")
     if fp16.values.get("enabled") in (False, None):
         reason = ("meaningless", "is off")
@@ -106,9 +101,9 @@ def dtype_of(keys: Keys) -> str:
         reason = ("refused", "take it out of the file, and set model.dtype fp16, with a loss scale of isograd's")
     for name, value in fp16.values.items():
         fp16.row(name, value, *reason)
+    fp16.values.clear()
     kinds = keys.section("data_types")
     kinds.word("grad_accum_dtype", "nothing: sums are fp32", ("fp32",))
-    kinds.rest()
     return dtype
 
 
@@ -134,8 +129,6 @@ def _optimizer(keys: Keys) -> tuple[dict[str, Any], int | None]:
             value = params.values.pop(name)
             on = value is True or (name == "adam_w_mode" and value is False and not decay)
             params.row(name, value, "taken" if on else "refused", "AdamW" if on else why)
-    params.rest()
-    given.rest()
     plan = keys.section("scheduler")
     kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     kind = plan.word("type", "optimizer.schedule", tuple(kinds))
@@ -154,8 +147,6 @@ def _optimizer(keys: Keys) -> tuple[dict[str, Any], int | None]:
         else:
             own = kind == "WarmupLR" or rest.values.get("warmup_max_lr") == "auto"
             lr = rest.number("warmup_max_lr", "optimizer.lr", lr if own else 1e-3)
-    rest.rest()
-    plan.rest()
     made = {"name": "adamw", "lr": lr, "min_lr": low, "warmup": warmup}
     made |= {"schedule": kinds.get(kind, "constant"), "betas": [float(beta) for beta in betas], "eps": eps}
     return made | {"weight_decay": decay}, steps

@@ -87,6 +87,7 @@ class Keys:
     place: str = ""
     asked: list[str] = field(default_factory=list)
     spelled: dict[str, str] = field(default_factory=dict)  # how the file spells a name, where it is another
+    sections: list[Keys] = field(default_factory=list)
 
     def row(self, name: str, value: object, fate: str, why: str) -> None:
         """Note what became of a key."""
@@ -141,10 +142,13 @@ class Keys:
         elif not isinstance(value, dict):
             self.row(name, value, "refused", "is not a mapping")
             value = {}
-        return Keys(dict(value), self.rows, f"{self.place}{name}.")
+        self.sections.append(Keys(dict(value), self.rows, f"{self.place}{name}."))
+        return self.sections[-1]
 
     def classify_rest(self, idle: Mapping[str, str], open_: Mapping[str, str]) -> None:
-        """The fate of all keys that are left. A name of a table that ends in _ stands for all that begin so."""
+        """The fate of all keys that are left, of sections too. A name that ends in _ stands for all that begin so."""
+        for section in self.sections:
+            section.classify_rest(idle, open_)
 
         def reason(table: Mapping[str, str], name: str) -> str | None:
             return table.get(name) or next((v for k, v in table.items() if k[-1:] == "_" and name.startswith(k)), None)
@@ -162,7 +166,9 @@ class Keys:
         self.values = {}
 
     def rest(self) -> None:
-        """What nobody asked for: meaningless, off, or refused."""
+        """What nobody asked for, here and in sections: meaningless, off, or refused."""
+        for section in self.sections:
+            section.rest()
         for name, value in self.values.items():
             key = self.place + name
             if key in IDLE:

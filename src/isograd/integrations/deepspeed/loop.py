@@ -1,16 +1,7 @@
 """A loop that was written for DeepSpeed's engine, on isograd's.
 
-    from isograd.integrations import deepspeed
-    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json", ...)
-    for batch in loader:
-        loss = engine(batch)
-        engine.backward(loss, weight=labels)     # how many labels the loss is the mean of
-        engine.step()                            # steps at the boundary of an accumulation
-
-A step's gradient is the mean over all that was weighed, on all ranks and in all its micro-batches: nothing is divided
-by gradient_accumulation_steps or ranks. Without a weight a loss that a model of transformers has made of `labels`
-weighs these; any other loss weighs its rows, which is said once. At stages 2 and 3 each micro-batch's gradients are
-reduced at once, into their owners' rows; at 0 and 1 those of a whole step are reduced once.
+At stages 2 and 3 each micro-batch's gradients are reduced at once, into their owners' rows; at 0 and 1 those of a whole
+step are reduced once.
 """
 
 from __future__ import annotations

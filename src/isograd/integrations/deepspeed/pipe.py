@@ -1,12 +1,5 @@
 """DeepSpeed's `PipelineModule` with its specs and its engine, on isograd's stages (pipeline/stages.py).
 
-    from isograd.integrations import deepspeed
-    from isograd.integrations.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-    net = PipelineModule([TiedLayerSpec("embed", nn.Embedding, 101, 32), LayerSpec(Block, 32), ...], num_stages=2,
-                         loss_fn=nn.CrossEntropyLoss())
-    engine, *_ = deepspeed.initialize(model=net, config="ds_config.json")
-    loss = engine.train_batch(iterator)        # gradient_accumulation_steps micro-batches of (inputs, labels)
-
 A layer is built on the rank that holds it, from a seed of its own, so every layout begins with the same weights. To
 count parameters, and to find those that are tied, it is built on the meta device, where its class allows that.
 

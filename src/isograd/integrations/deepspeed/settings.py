@@ -57,7 +57,6 @@ def read(values: object, ranks: int, words: str = "") -> Settings:
         zero.row("stage", stage, "refused", f"is not the zero{asked.zero} of layout")
     stage = stage or asked.zero
     offload = [_offloads(zero.section(name)) for name in ("offload_optimizer", "offload_param")]
-    zero.rest()
     bf16 = dtype_of(keys) == "bf16"
     clip = keys.number("gradient_clipping", "clip", 0.0)
     keys.number("steps_per_print", "nothing", 10)
@@ -100,7 +99,6 @@ def _offloads(keys: Keys) -> bool:
     device = keys.word("device", "Engine(offload=True)", ("none", "cpu"), "none")
     for name in OFFLOADED:
         keys.values.pop(name, None)
-    keys.rest()
     return bool(device == "cpu")
 
 
@@ -121,8 +119,6 @@ def _optimizer(keys: Keys) -> Callable[[Any], torch.optim.Optimizer] | None:
         if option in params.values and option in torch_defaults(kind):
             options[option] = params.values.pop(option)
     params.asked += known
-    params.rest()
-    keys.rest()
     if isinstance(options.get("betas"), list):
         options["betas"] = tuple(options["betas"])
     return lambda parameters: kind(parameters, **options)
@@ -149,8 +145,6 @@ def _schedule(keys: Keys) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
     if name != "WarmupLR" and "total_num_steps" not in params.values:
         params.row("total_num_steps", None, "refused", "is not there")
     total = 0 if name == "WarmupLR" else params.positive_int("total_num_steps", "the schedule", 1)
-    params.rest()
-    keys.rest()
 
     def factor(least: float, epoch: int) -> float:
         step = epoch - 1

@@ -1,9 +1,5 @@
 """The entrances of DeepSpeed's Ulysses, under its names and arguments, on isograd's exchange.
 
-    DistributedAttention(attention, group, scatter_idx, gather_idx)   attention over whole sequences, of cut ones
-    UlyssesSPAttentionHF.register_with_transformers(...)               the mpu that `initialize` takes
-    UlyssesSPDataLoaderAdapter(loader, ...)                            the rows of a sequence group's ranks, in turn
-
 q, k and v travel in one exchange (sequence/ulysses.py). Nothing is registered with transformers: `initialize` cuts the
 model that it is given.
 """

@@ -1,9 +1,5 @@
 """GradientCache: contrastive training at any batch size, in the memory of one chunk, with the full batch's gradient.
 
-    cache = ig.contrastive.GradientCache(engine, loss, encode=model.encode, chunk=64)
-    cache.backward(queries, documents, negatives)      # this rank's rows: dicts, tuples or tensors, any number of them
-    stats = engine.step()
-
 A step's backward has four parts (Gao et al. 2021, arXiv 2101.06983):
 
 1. Every tower's rows are encoded chunk by chunk without a graph. The vectors are kept and, for each chunk, the state
@@ -15,19 +11,12 @@ A step's backward has four parts (Gao et al. 2021, arXiv 2101.06983):
 4. The engine sees one backward: each gradient is reduced once, for any number of chunks and towers, at any ZeRO stage.
 
 The very last chunk of part 1 keeps its graph and has no second forward: it is the first of part 3, so its activations
-are gone before another chunk's are made. With `keep_mb`, the first chunks keep theirs, too, as many as that much memory
-holds. Gradients have the same bits with any budget: chunks go backward in the same order.
+are gone before another chunk's are made. With `keep_mb`, the first chunks keep theirs, too. Gradients have the same
+bits with any budget: chunks go backward in the same order.
 
 All data ranks call `backward` together. A rank may have no rows (inputs of length 0): its encoder then runs once, and
 its result is not used. At ZeRO 3, and where experts are cut over ep, a forward is a collective, so ranks with fewer
 chunks run such extra forwards until all ranks are done. Layers of experts do not count them.
-
-Messages of a step, beside those of the encoder's own layers and of the engine's one reduction: one gather of counts;
-one in which each rank says whether its first pass failed, so that no other rank waits for it in the loss (not where a
-forward is a collective: there others have met its absence before);
-those of the loss (for each direction a gather of columns, one of their ids and one of their guides, if given, and a
-reduce-scatter of gradients; around a ring W - 1 and 2 W - 1 shifts); under cp one gather per tower; with a second loss
-the gather of engine.begin.
 """
 
 from __future__ import annotations

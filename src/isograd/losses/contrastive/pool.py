@@ -1,7 +1,5 @@
 """From the hidden states of tokens to one vector per row, also where a row's tokens are on several ranks.
 
-    vectors = ig.contrastive.pool(hidden, weights, mesh)
-
 The mean, the first token and the last token are all weighted sums over the tokens; the weights choose between them.
 Under cp every rank sums its own tokens, and an all-reduce adds the ranks' sums. The result has type I
 (docs/theory.md): each rank holds the same vector, receives its full gradient and passes it on to its own tokens.

@@ -1,8 +1,4 @@
-"""Checks for silent corruption in a run: which steps are checked, and a step that is refused is done again.
-
-In engine/sdc, reductions.py checks what a reduction adds up, replay.py what a rank computes, memory.py what a rank
-keeps between two steps. docs/corruption.md says what each of them finds.
-"""
+"""Checks for silent corruption in a run: which steps are checked, and a step that is refused is done again."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Scripts that start a run elsewhere: torchrun on several machines, a Slurm batch job, a Kubernetes Job.
 
-They run the same `isograd train` with the same config: the layout decides how many ranks there are, and `Cluster` how
-they are spread over machines. A Slurm job is asked to stop two minutes before its limit, and exit code 75 queues it
-again. torchrun turns its ranks' exit codes into 1; a Kubernetes Job starts a pod again until it succeeds, and the run
-resumes from its newest checkpoint.
+The layout decides how many ranks there are, and `Cluster` how they are spread over machines. torchrun turns its ranks'
+exit codes into 1; a Kubernetes Job starts a pod again until it succeeds, and the run resumes.
 """
 
 from __future__ import annotations

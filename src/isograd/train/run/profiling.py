@@ -1,8 +1,7 @@
 """`isograd train --profile STEPS`: torch's profiler over some steps, as a trace for Perfetto and chrome://tracing.
 
-Each rank writes RUN/profile/steps-A-B/rank-00000.json.gz. What the rank's watchdog hears it do stands as ranges in the
-trace ("in step 3, forward and backward"); inside of them the engine's own ("isograd: forward", "isograd: backward",
-"isograd: reduce gradients", "isograd: gather parameters") and a pipeline's actions.
+What the rank's watchdog hears it do stands as ranges in the trace ("in step 3, forward and backward"); inside of them
+the engine's own ("isograd: forward", "isograd: reduce gradients") and a pipeline's actions.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ then saves and exits with 75, "try again later" in sysexits.h, which schedulers 
 A command that starts ranks itself takes the signals for all of them, from its first moment on: ranks that are still
 being made could not receive them. It passes a request on as a file, which the first rank looks for.
 
-A run that has become smaller grows again when a file GROW is made in its folder. Its ranks save and end after the step
-that they are in. The launcher starts the missing processes, and all of them resume under the layout that the config
-asked for. New processes import from the disk what they still need: when isograd's files are no longer those that the
-run began with, they are refused, and the run stays as small as it is.
+A file GROW makes a run that has become smaller grow again (docs/resilience.md). New processes import from the disk what
+they still need: when isograd's files are no longer those that the run began with, they are refused.
 """
 
 from __future__ import annotations

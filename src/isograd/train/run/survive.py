@@ -1,11 +1,8 @@
 """A run whose ranks are started here goes on when some of them die (`resilience` in the config).
 
-    a rank dies       the launcher sees its process end; the others see broken connections, drop the step, and wait
-    its state         is in copies.py's copies, which become a checkpoint; without them: the last checkpoint
-    the next world    the same layout with the dead replaced, or a smaller one; it resumes as any run resumes
-
-Which samples a step has is a function of the data, the seed and the step. So the step that was interrupted is done
-again on the same samples, and under the same layout with the same bits.
+a rank dies       the launcher sees its process end; the others see broken connections, drop the step, and wait
+its state         is in copies.py's copies, which become a checkpoint; without them: the last checkpoint
+the next world    the same layout with the dead replaced, or a smaller one; it resumes as any run resumes
 """
 
 from __future__ import annotations

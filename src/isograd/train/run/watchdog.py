@@ -5,8 +5,8 @@ then writes into the run's folder where it is and which ranks it waits for. A ra
 gives no sign at all, is the one that the others wait for. Two ranks that both wait for each other's message have lost
 their connection. No collective is used to find out: collectives are what hangs.
 
-No clock of the day is asked, and seconds count in which a watchdog itself was running: a job that was suspended as one,
-or whose clock was set, goes on.
+Only seconds count in which a watchdog itself was running: a job that was suspended as one, or whose clock was set, goes
+on.
 """
 
 from __future__ import annotations
