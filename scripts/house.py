@@ -61,14 +61,14 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 52_287,
+    "isograd, lines": 51_741,
     "isograd-verify, lines": 19_127,
-    "comm + engine, lines": 9_432,
+    "comm + engine, lines": 9_452,
     "arrows between packages": 133,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,
-    "reassigned fields of engine, comm, losses": 90,
+    "reassigned fields of engine, comm, losses": 88,
     "public class names defined twice": 0,
     "identifiers that are no names": 0,
 }
