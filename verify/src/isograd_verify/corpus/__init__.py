@@ -7,12 +7,13 @@ Each module, or each `program` of one with several, tells its story in the docst
     train(bug, seed)  the program; on one rank it is the one-device reference
     ALONE             in few: nothing is wrong with the gradients of what the ranks were given, so what is said of the
                       program alone is looked at
+    BUGS              in few, for AXIS and TENSORS: those of each of several bugs, which `bug` names
     NEEDS             in few: the package of which it is a user's program
 """
 
 from __future__ import annotations
 
-SEVERAL = ("data_parallel", "around_the_step", "contrastive", "cut_models", "experts_sequence")  # modules
+SEVERAL = ("data_parallel", "around_the_step", "contrastive", "cut_models", "experts", "hugging")  # modules
 PROGRAMS = (
     "mean-of-means", "norm-unreduced", "accum-overwritten", "wrong-group",
     "nosync-missing", "qknorm-unreduced", "kv-replica-unreduced", "accum-rereduced", "accum-undivided", "bias-n-times",
@@ -23,7 +24,7 @@ PROGRAMS = (
     "score-partial", "expert-none",
 )  # fmt: skip
 
-# Modules with several bugs each, as a user of the framework would write them.
+# Programs with several bugs each, as a user of the framework would write them.
 FRAMEWORKS = (
     "ddp", "fsdp2", "dtensor-tp", "pipeline", "experts", "experts-sequence", "balance", "hugging-experts",
     "hugging-sequence", "hugging-idle", "hugging-balance",

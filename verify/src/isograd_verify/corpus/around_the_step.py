@@ -22,6 +22,7 @@ from isograd_verify.corpus.plain import (
     batch,
     cross_entropy,
     my_batch,
+    my_batches,
     my_rows,
     program,
     seeded,
@@ -87,8 +88,7 @@ def bf16_reduction(bug: bool, seed: int) -> None:
     pytorch #190626: a policy asks for fp32 and one reduction does not follow it. Also what a compression hook does
     by design. Every sum is off by about 2^-9 of it, more with more ranks."""
     model = seeded(Mlp, seed).float()
-    for step in steps(model):
-        tokens, labels, count = my_batch(seed + step)
+    for tokens, labels, count in my_batches(model, seed):
         (cross_entropy(model(tokens), labels) / count).backward()
         if bug:
             all_reduce_in_half(model)
@@ -151,18 +151,15 @@ def rates_differ(bug: bool, seed: int) -> None:
     Gradients are summed and equal on all ranks, and each rank makes another step of them: copies drift apart from
     the first step on. The same happens with a scheduler that looks at this rank's loss, and with one that only rank
     0 steps."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(Mlp, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = 0
     for step in range(2):
-        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
-        count = valid(labels)
-        mine = int(count)
-        dist.all_reduce(count)
+        tokens, labels, count = my_batch(seed + step)
+        mine = int(valid(labels))
         (cross_entropy(model(tokens), labels) / count).backward()
         all_reduce_gradients(model)
-        seen += mine * world if bug else int(count)
+        seen += mine * dist.get_world_size() if bug else int(count)
         for group in optimizer.param_groups:
             group["lr"] = 0.1 * min(1.0, seen / WARM)
         optimizer.step()
@@ -181,21 +178,18 @@ def averages_differ(bug: bool, seed: int) -> None:
 
     The parameters are copies on all ranks and stay so. Their averages are evaluated and saved, rank 0's, and no
     rank's is the one that the decay was meant to give. No gradient is wrong."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(Mlp, seed)
     average = AveragedModel(model)
     average.update_parameters(model)  # the first one copies
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
-        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
-        count = valid(labels)
-        mine = float(count)
-        dist.all_reduce(count)
+        tokens, labels, count = my_batch(seed + step)
+        mine = float(valid(labels))
         (cross_entropy(model(tokens), labels) / count).backward()
         all_reduce_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-        average.avg_fn = partial(mixed, tokens=mine * world if bug else float(count))
+        average.avg_fn = partial(mixed, tokens=mine * dist.get_world_size() if bug else float(count))
         average.update_parameters(model)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd_verify.corpus.pipeline import Seat, backward, my_micro_batches, take_seat
+from isograd_verify.corpus.pipeline import Seat, backward, take_seat
 from isograd_verify.corpus.plain import (
     BATCH,
     HIDDEN,
@@ -25,6 +25,7 @@ from isograd_verify.corpus.plain import (
     cross_entropy,
     cut,
     gather,
+    micro_batches,
     mine,
     program,
     seeded,
@@ -321,7 +322,7 @@ def tie_after_scatter(bug: bool, seed: int) -> None:
     seat = take_seat(seed)
     for step in steps(seat.model):
         count = float(valid(batch(seed + step)[1]))
-        for tokens, labels in my_micro_batches(seat, seed + step, 2):
+        for tokens, labels in micro_batches(seat.data, seat.datas, seed + step, 2):
             backward(seat, tokens, labels, (1.0, seat.datas / count))
         if seat.stages > 1:
             scatter(seat, bug)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from isograd_verify.corpus.pipeline import backward, my_micro_batches, sum_gradients, take_seat
+from isograd_verify.corpus.pipeline import backward, sum_gradients, take_seat
 from isograd_verify.corpus.plain import (
     HIDDEN,
     Mlp,
@@ -19,8 +21,8 @@ from isograd_verify.corpus.plain import (
     batch,
     cross_entropy,
     micro_batches,
+    my_batches,
     my_rows,
-    own_batch,
     program,
     seeded,
     steps,
@@ -127,12 +129,12 @@ def pp_scale(bug: bool, seed: int) -> None:
     seat = take_seat(seed, tied=False)
     for step in steps(seat.model):
         count = float(valid(batch(seed + step)[1]))
-        for tokens, labels in my_micro_batches(seat, seed + step, OF_STAGES):
+        for tokens, labels in micro_batches(seat.data, seat.datas, seed + step, OF_STAGES):
             backward(seat, tokens, labels, (1 / OF_STAGES if bug else 1.0, 1 / count))
         sum_gradients(seat)
 
 
-@program("dp2", "dp|ranks", "", alone=True)
+@program("dp2", "dp|ranks", "", ALONE=True)
 def same_data(bug: bool, seed: int) -> None:
     """Every DDP rank reads the whole data set from its beginning, because the loader has no DistributedSampler.
 
@@ -156,7 +158,7 @@ def same_data(bug: bool, seed: int) -> None:
         optimizer.zero_grad()
 
 
-@program("dp2", "", r"^(embed|up|down|head)\.weight$", alone=True)
+@program("dp2", "", r"^(embed|up|down|head)\.weight$", ALONE=True)
 def dead_model(bug: bool, seed: int) -> None:
     """The weights were never loaded, all are zero, and the run goes on.
 
@@ -174,8 +176,7 @@ def dead_model(bug: bool, seed: int) -> None:
             parameter.zero_()  # what memory without contents often holds
     model.load_state_dict(stored, strict=False)
     wrapped = DistributedDataParallel(model)
-    for step in steps(model):
-        tokens, labels, count = own_batch(seed + step)
+    for tokens, labels, count in my_batches(model, seed):
         (cross_entropy(wrapped(tokens), labels) * world / count).backward()  # DDP divides by world
 
 
@@ -188,7 +189,7 @@ class Body(Mlp):
         return self.head(x), x
 
 
-@program("dp2", "dp|ranks", r"^Linear\.", alone=True)
+@program("dp2", "dp|ranks", r"^Linear\.", ALONE=True)
 def copies_begin_apart(bug: bool, seed: int) -> None:
     """A value head is made beside a wrapped model, on each rank from a random state of its own.
 
@@ -201,8 +202,7 @@ def copies_begin_apart(bug: bool, seed: int) -> None:
     value: nn.Module = nn.Linear(HIDDEN, 1).double()
     if not bug:
         value = DistributedDataParallel(value)
-    for step in steps(nn.ModuleList([body, value])):
-        tokens, labels, count = own_batch(seed + step)
+    for tokens, labels, count in my_batches(nn.ModuleList([body, value]), seed):
         logits, x = body(tokens)
         right = (logits.argmax(-1) == labels).double()
         mine = (value(x.detach())[..., 0] - right).square() * (labels != -100)
@@ -240,8 +240,7 @@ def adapter_unreduced(bug: bool, seed: int) -> None:
     wrapped = DistributedDataParallel(model)
     if bug:
         model.down = Adapted(model.down, seed)
-    for step in steps(model):
-        tokens, labels, count = own_batch(seed + step)
+    for tokens, labels, count in my_batches(model, seed):
         (cross_entropy(wrapped(tokens), labels) * world / count).backward()  # DDP divides by world
 
 
@@ -263,3 +262,40 @@ def wrong_group(bug: bool, seed: int) -> None:
         for name, parameter in model.named_parameters():
             wrong = bug and name.startswith(("up", "down"))
             dist.all_reduce(parameter.grad, group=None if wrong else data_groups[rank % tp])
+
+
+class Twice(Mlp):
+    def body(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return x
+
+
+class Reducer:
+    """Sums each gradient over the ranks while backward still runs: after its `uses`-th part has arrived."""
+
+    def __init__(self, model: nn.Module, uses: dict[str, int]) -> None:
+        self.arrived = dict.fromkeys(uses, 0)
+        self.uses = uses
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(partial(self.arrive, name))
+
+    def arrive(self, name: str, parameter: Tensor) -> None:
+        self.arrived[name] += 1
+        if self.arrived[name] == self.uses[name]:
+            dist.all_reduce(parameter.grad)
+
+
+@program("dp2", "dp", r"^(norm|up|down)\.")
+def shared_module(bug: bool, seed: int) -> None:
+    """A hook reduces a gradient as soon as it arrives, but a module that is used twice gets it in two parts.
+
+    DeepSpeed #8224. Each use is checkpointed, so its backward is a subgraph of its own that accumulates on its own.
+    What the second part adds is never summed over the ranks."""
+    model = seeded(Twice, seed)
+    names = [name for name, _ in model.named_parameters()]
+    reducer = Reducer(model, {n: 2 if n.startswith(("norm", "up", "down")) and not bug else 1 for n in names})
+    for tokens, labels, count in my_batches(model, seed):
+        reducer.arrived = dict.fromkeys(names, 0)
+        (cross_entropy(model(tokens), labels) / count).backward()

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 VOCAB, HIDDEN, BATCH, LENGTH = 23, 8, 8, 6
 
 
-def program(layout: str, axis: str, tensors: str = ".*", world: int = 2, alone: bool = False) -> Callable[[Any], Any]:
+def program(layout: str, axis: str = "", tensors: str = ".*", world: int = 2, **more: Any) -> Callable[[Any], Any]:
     """A function `train` of a file with several programs as what a file with one has: see __init__.py."""
-    more = {"ALONE": True} if alone else {}
     about = {"WORLD": world, "LAYOUT": layout, "AXIS": axis, "TENSORS": tensors, **more}
     return lambda train: SimpleNamespace(train=train, __doc__=train.__doc__, **about)
 
@@ -41,10 +40,7 @@ def my_rows(whole: Tensor, index: int, of: int) -> Tensor:
 
 def micro_batches(index: int, of: int, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The micro-batches of one data rank."""
-    tokens, labels = batch(seed)
-    return zip(
-        my_rows(tokens, index, of).tensor_split(count), my_rows(labels, index, of).tensor_split(count), strict=True
-    )
+    return zip(*(my_rows(part, index, of).tensor_split(count) for part in batch(seed)), strict=True)
 
 
 def valid(labels: Tensor) -> Tensor:
@@ -107,12 +103,11 @@ def my_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, labels, valid(whole[1])
 
 
-def own_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, where ranks count their labels and sum them."""
-    tokens, labels, _ = my_batch(seed)
-    count = valid(labels)
-    dist.all_reduce(count)
-    return tokens, labels, count
+def my_batches(
+    model: nn.Module, seed: int, lr: float = 0.1, weight_decay: float = 0.0
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """`my_batch` of each of `steps`."""
+    return (my_batch(seed + step) for step in steps(model, lr, weight_decay))
 
 
 def all_reduce_gradients(model: nn.Module, group: Any = None) -> None:

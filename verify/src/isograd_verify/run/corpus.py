@@ -18,6 +18,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -79,17 +80,16 @@ def module(name: str) -> Any:
     """The program of the corpus with this name."""
     assert name in (*PROGRAMS, *FRAMEWORKS), name
     own = name.replace("-", "_")
-    several = (import_module(f"isograd_verify.corpus.{one}") for one in SEVERAL if name in PROGRAMS)
-    found = next((getattr(one, own) for one in several if hasattr(one, own)), None)
+    several = (vars(import_module(f"isograd_verify.corpus.{one}")).get(own) for one in SEVERAL)
+    found = next((one for one in several if isinstance(one, SimpleNamespace)), None)
     return found or import_module(f"isograd_verify.corpus.{own}")
 
 
 def planted(name: str) -> list[Planted]:
     """The bugs of a program: one, or those of a framework's module."""
-    if name in PROGRAMS:
-        program = module(name)
-        return [Planted(name, name, program, program.AXIS, program.TENSORS)]
     program = module(name)
+    if name in PROGRAMS:
+        return [Planted(name, name, program, program.AXIS, program.TENSORS)]
     return [Planted(f"{name}/{bug}", bug, program, axis, names) for bug, (axis, names) in program.BUGS.items()]
 
 
