@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isograd_verify import tolerances
-from isograd_verify.record.events import ScaledClip
+from isograd_verify.record.events import Norm, ScaledClip
 from isograd_verify.watch import foreign
 from isograd_verify.watch.recorder import Recorder
 from isograd_verify.watch.sites import call_site
@@ -89,7 +89,7 @@ class Clips:
     def _note(self, parameters: Any, bound: float, norm: Any) -> None:
         c, site = self.capture, call_site(self.capture.base)
         if isinstance(norm, Tensor) and not isinstance(norm, foreign.DTensor):
-            c.norm(float(norm), site)
+            c.event(Norm(*c.now, value=float(norm), site=site))
         held = [*parameters.parameters()] if isinstance(parameters, nn.Module) else parameters
         self.clips = [clip for clip in self.clips if clip.backwards == c.backwards]
         self.clips.append(Clip([held] if isinstance(held, Tensor) else held, float(bound), norm, site, c.backwards))

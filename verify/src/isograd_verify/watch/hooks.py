@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from isograd_verify.record.events import Average, Draw, Input, Reached
+from isograd_verify.record.events import Average, Draw, Input, Norm, Reached
 from isograd_verify.record.sketch import digest
 from isograd_verify.watch import foreign
 from isograd_verify.watch.clips import Clips
@@ -262,8 +262,8 @@ class Hooks:
             scaled = self.clips.scaled(roots) if gradients is None else 0
             self.capture.guarded(self.capture.backward_begins)(roots, scaled)
             self.capture.guarded(self.capture.look_at_buffers, "buffers")("forward")
-            self.capture.guarded(self.watch.means.hook_fresh, "means")(self.capture.guarded)
-            self.capture.guarded(self._terms, "terms")(roots)
+            self.capture.guarded(self.watch.means.hook_fresh, "means")()
+            self.capture.guarded(self.watch.terms.begin, "terms")(roots)
             self.capture.guarded(self._reached, "flows")(roots)
             self.capture.guarded(self.watch.states.begin, "states")(roots)
         self.capture.backing += 1
@@ -273,11 +273,6 @@ class Hooks:
             self.capture.backing -= 1
             if torch._C._current_graph_task_id() == -1:
                 self.capture.guarded(self.capture.look_at_buffers, "buffers")("backward")
-
-    def _terms(self, roots: list[Tensor]) -> None:
-        terms = self.watch.terms
-        terms.note_fresh()
-        terms.begin(roots, self.capture.guarded)
 
     def _reached(self, roots: list[Tensor]) -> None:
         """Collectives without a backward that have a say in what backward begins with."""
@@ -411,7 +406,7 @@ class Hooks:
             self.capture.inside_engine -= 1
         norm = getattr(result, "grad_norm", None)
         if norm is not None:
-            self.capture.norm(float(norm), call_site(self.capture.base))
+            self.capture.event(Norm(*self.capture.now, value=float(norm), site=call_site(self.capture.base)))
         with whole():
             self.capture.after_step()
         return result

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,28 +41,11 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class _Mode(Protocol):
-    """The dispatch mode of a capture; collectives.Watch."""
-
-    def enter_below(self) -> None: ...
-    def leave(self) -> bool: ...
-    def suspend(self) -> bool: ...
-    def resume(self) -> None: ...
-
-
-class _Installed(Protocol):
-    """What a capture puts into a program; hooks.Hooks."""
-
-    def install(self) -> None: ...
-    def remove(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class Life:
     """`lenient`: an error of the capture's own ends the watching, and is told, instead of ending the program."""
 
-    watch: _Mode
-    hooks: _Installed
+    watch: Any  # collectives.WatchMode
+    hooks: Any  # hooks.Hooks
     steps: Steps
 
     def __init__(self, directory: Path, lenient: bool) -> None:

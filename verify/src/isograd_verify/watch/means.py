@@ -13,8 +13,8 @@ import hashlib
 import os
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +22,11 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from isograd_verify import tolerances
+from isograd_verify.record.events import MeanWeight
 from isograd_verify.watch.foreign import infers_shapes
 from isograd_verify.watch.masks import added
+from isograd_verify.watch.recorder import Recorder
+from isograd_verify.watch.sites import call_site
 
 LOSSES = (
     "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
@@ -32,8 +35,6 @@ LOSSES = (
 SEEN = ("mean", "sum", "neg", "_to_copy", "div", "mul", *LOSSES)  # the other losses of torch are made of these
 MOST_SUMS = 16
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-
-Tell = Callable[["Number", Tensor], None]  # a mean or sum, its gradient
 
 
 @dataclass(eq=False)
@@ -57,8 +58,8 @@ class Number:
 class Means:
     """The sums and means of a step's forward, until backward tells their weights."""
 
-    def __init__(self, tell: Tell, site: Callable[[], str]) -> None:
-        self.tell, self.site = tell, site
+    def __init__(self, capture: Recorder) -> None:
+        self.capture = capture
         self.fresh: list[tuple[Tensor, Number]] = []  # not yet in the graph: that follows the operator
         self.sums: list[tuple[weakref.ref[Tensor], Number | None]] = []
 
@@ -78,7 +79,7 @@ class Means:
         count = None if of is not None and of.masked else self._count(name, given, args, kwargs)
         if count is not None:
             by_torch = name not in ("div", "mul") or _in_kl_div()
-            number = Number(f"{name} {_path()}", self.site(), count, average=by_torch)
+            number = Number(f"{name} {_path()}", call_site(self.capture.base), count, average=by_torch)
             if of is not None:
                 of.divided = True
                 number.elements = 0.0 if count in of.own else of.nonzero or of.count
@@ -88,7 +89,9 @@ class Means:
         """Many numbers are added up."""
         count, masked = added(given)
         nonzero = 0.0 if masked else float(given.count_nonzero())
-        number = Number(f"sum {_path()}", self.site(), count, mean=False, nonzero=nonzero, masked=masked)
+        number = Number(
+            f"sum {_path()}", call_site(self.capture.base), count, mean=False, nonzero=nonzero, masked=masked
+        )
         number.own = (count, nonzero, *(given.shape[:n].numel() for n in (1, 2) if given.dim() > n))
         self.fresh.append((result, number))
         return number
@@ -117,17 +120,24 @@ class Means:
         """The sum that a tensor is, or minus that, or in another precision."""
         return next((number for known, number in reversed(self.sums) if known() is tensor), None)
 
-    def hook_fresh(self, guarded: Callable[..., Callable[..., None]]) -> None:
+    def hook_fresh(self) -> None:
         """One operator later: what is in the graph by now tells its gradient when backward comes to it."""
         fresh, self.fresh = self.fresh, []
         for tensor, number in fresh:
             if tensor.requires_grad:
+                tensor.register_hook(unserializable_hook(self.capture.guarded(partial(self._tell, number), "means")))
 
-                def arrives(gradient: Tensor | None, number: Number = number) -> None:
-                    if gradient is not None:  # None: the number is in the graph, and no part of the loss
-                        self.tell(number, gradient)
-
-                tensor.register_hook(unserializable_hook(guarded(arrives, "means")))
+    def _tell(self, number: Number, gradient: Tensor | None) -> None:
+        c = self.capture
+        penalty = torch.is_grad_enabled() and not c.backing  # torch.autograd.grad with a graph: the loss takes it
+        if gradient is None or not number.count or penalty:  # None: the number is in the graph, and no part of the loss
+            return
+        weight = float(gradient) / (number.count if number.mean else 1.0)
+        told = MeanWeight(
+            *c.now, term=number.term, site=number.site, count=number.count, weight=weight,
+            nonzero=number.nonzero, divided=number.divided, average=number.average, elements=number.elements,
+        )  # fmt: skip
+        c.weight(told)
 
 
 def _number(result: Any) -> bool:

@@ -24,13 +24,9 @@ from isograd_verify.record.events import (
     Changed,
     Coefficient,
     Collective,
-    End,
     GivenTensor,
     LabelWeight,
-    Logits,
-    LossTerm,
     MeanWeight,
-    Norm,
     key,
 )
 from isograd_verify.record.sketch import digest, dtype_name, in_bf16, sketch, squares
@@ -160,14 +156,10 @@ class Recorder(Life):
         size = sum(foreign.local(p.grad).numel() for p in self.learn_names().values() if p.grad is not None)
         return bool(covers) or 1 < size <= sum(t.numel() for t in given)
 
-    def ended(self, number: int, seconds: float) -> None:
-        """Notes how long a collective took."""
-        if self.writer is not None:
-            self.writer.event(End(*self.now, n=number, seconds=seconds))
-
-    def term(self, site: str, value: float, weights: tuple[float, ...], joined: int) -> None:
-        """Notes a term of the loss, when backward has come to it."""
-        self.event(LossTerm(*self.now, site=site, value=value, weights=weights, joined=joined))
+    def weight(self, told: LabelWeight | MeanWeight) -> None:
+        """Notes the weight of labels or numbers; what a Function's forward finds out counts by what comes back to the
+        Function (fused.py)."""
+        self.inner_weights.append(told) if self.in_function else self.event(told)
 
     def look_at_buffers(self, during: str) -> None:
         """Notes which small buffers have changed since the last look."""
@@ -181,15 +173,6 @@ class Recorder(Life):
         self.buffers = now
         if changed and self.micro >= 0:  # else between two steps, where buffers are changed as parameters are
             self.event(Changed(*self.now, during=during, names=changed))
-
-    def logit_shift(self, shift: float, size: float) -> None:
-        """Notes a rank's part of a sum that must be zero."""
-        self.event(Logits(*self.now, shift=shift, size=size))
-
-    def drew(self) -> None:
-        """The module under way has drawn random numbers."""
-        if self.drawn:
-            self.drawn[-1] = True
 
     # -- what hooks.Hooks tells ----------------------------------------------------------------------------------
 
@@ -298,10 +281,6 @@ class Recorder(Life):
     def offset(self, name: str, parameter: foreign.Held, part: Tensor) -> int:
         """Where a shard starts in the flat tensor to which this rank contributed as a whole (FSDP), else 0."""
         return foreign.offset(parameter, part, self.part_shapes.get(name), self.part_boxes.get(name))
-
-    def norm(self, value: float, site: str) -> None:
-        """Notes a gradient norm that the program has computed."""
-        self.event(Norm(*self.now, value=value, site=site))
 
     def entrusted(self, optimizer: Any, parameters: list[Tensor]) -> None:
         """An optimizer was made, or got more parameters."""
