@@ -47,7 +47,6 @@ ROWS, PERMUTED, UNKNOWN = "some rows", "permuted", "unknown"
 def diagnose(
     analysis: Analysis,
     reference: Recording,
-    step: int,
     truth: Mapping[str, Value],
     wrong: list[Tensorwise],
     telling: set[str],
@@ -56,7 +55,7 @@ def diagnose(
     groups: dict[tuple[str, float], list[str]] = defaultdict(list)
     details: dict[tuple[str, float], tuple[Symptom, dict[Key, float], str]] = {}
     for one in wrong:
-        symptom, values, words = read_tensor(analysis, reference, step, one, truth[one.name])
+        symptom, values, words = read_tensor(analysis, reference, one, truth[one.name])
         key = (symptom.kind, round(symptom.value, 3) if symptom.kind in VALUED else 1.0)
         groups[key].append(one.name)
         details.setdefault(key, (symptom, values, words))
@@ -64,11 +63,11 @@ def diagnose(
     found = []
     own = [key for key in groups if key[0] == patterns.SCALED and key[1] and not _meant(analysis, key[1])]
     if len(own) > MOST_FACTORS:
-        found.append(_own_factors(step, {name: key[1] for key in own for name in groups.pop(key)}))
+        found.append(_own_factors(analysis.step, {name: key[1] for key in own for name in groups.pop(key)}))
     for (kind, value), names in groups.items():
         symptom, values, words = details[kind, value]
         symptom = replace(symptom, value=value)
-        found.append(_finding(analysis, step, symptom, names, values, words, telling, wrong))
+        found.append(_finding(analysis, symptom, names, values, words, telling, wrong))
     found = _through_scores(found, [n for key in groups if key[0] in (UNKNOWN, ROWS) for n in groups[key]])
     return found, any(kind in (UNKNOWN, PERMUTED) for kind, _ in groups)
 
@@ -121,7 +120,6 @@ def _own_factors(step: int, factors: dict[str, float]) -> Finding:
 
 def _finding(
     analysis: Analysis,
-    step: int,
     symptom: Symptom,
     names: list[str],
     values: dict[Key, float],
@@ -137,8 +135,8 @@ def _finding(
     one = symptom.kind == patterns.SCALED and abs(symptom.value - 1) <= tolerances.FACTOR
     if one and worst > tolerances.COUNTS:  # no factor is so near to one that is so far away
         sentence = (
-            f"step {step}: {whom}: compared as different (error up to {worst:.1e}) and found to be 1 times what they "
-            "should be: a defect of the verifier, please report it"
+            f"step {analysis.step}: {whom}: compared as different (error up to {worst:.1e}) and found to be 1 times what "
+            "they should be: a defect of the verifier, please report it"
         )
         return finding(INCONCLUSIVE, "", sentence, tensors=tuple(sorted(names)))
     bug = bug_of(symptom, names, everything, group_sizes(analysis.recording), of)
@@ -162,7 +160,7 @@ def _finding(
     bars = labelled(values)
     if symptom.kind == patterns.SCALED and not bars:
         bars = (("reference", 1.0), ("here", symptom.value))
-    sentence = f"step {step}: {whom}: {said} (error up to {worst:.1e})"
+    sentence = f"step {analysis.step}: {whom}: {said} (error up to {worst:.1e})"
     found = finding(BUG, bug, sentence, tensors=tuple(sorted(names)), axis=axis, coefficients=bars)
     if of and not bug:
         found = replace(found, cause="a loss or gradient divided, or not divided, by that number", look=SCALES_AT)
@@ -185,7 +183,7 @@ def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
 
 
 def read_tensor(
-    analysis: Analysis, reference: Recording, step: int, one: Tensorwise, truth: Value
+    analysis: Analysis, reference: Recording, one: Tensorwise, truth: Value
 ) -> tuple[Symptom, dict[Key, float], str]:
     """(symptom, coefficients, words for what has no coefficients) of one wrong tensor, from the worst of its ranks."""
     worst = _worst(analysis, one)
@@ -204,7 +202,7 @@ def read_tensor(
         return Symptom(patterns.SCALED, factor), {}, ""
     seen_here = replace(worst, sketch=seen)
     coefficients = _by_contributions(analysis, one.name, seen_here, wanted, parts, tolerance)
-    coefficients = coefficients or _by_reference(reference, step, one.name, worst, tolerance)
+    coefficients = coefficients or _by_reference(reference, analysis.step, one.name, worst, tolerance)
     return coefficients if coefficients is not None else _by_shape(found, expected)
 
 
