@@ -19,7 +19,7 @@ from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.naming import bug_of, class_of, classes_of
 from isograd_verify.judge.patterns import Symptom
 from isograd_verify.tell.findings import BUG, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, group_sizes, meanings
+from isograd_verify.tell.wording import axis_over, group_sizes, meanings
 
 
 def factors(analysis: Analysis, fitted: Fitted, flipped: int) -> list[Finding]:
@@ -59,4 +59,4 @@ def _finding(
     )
     bars = (("reference", 1.0), ("here", value))
     axis = " or ".join(of) or axis_over(analysis.recording, analysis.all_ranks)
-    return finding(BUG, bug, sentence, tensors=tuple(sorted(names)), axis=axis, coefficients=bars)
+    return Finding(BUG, bug, sentence, tensors=tuple(sorted(names)), axis=axis, coefficients=bars)

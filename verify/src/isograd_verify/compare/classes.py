@@ -27,7 +27,6 @@ from isograd_verify.compare.placement import Place, Value
 from isograd_verify.compare.values import numbers, sides
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, PASS, Finding, kind
-from isograd_verify.tell.wording import finding
 
 Fitted = dict[str, tuple[float, float]]  # by tensor: its factor, and what is left, relative to the gradient
 
@@ -170,5 +169,5 @@ def kind_findings(step: int, judged: list[Shift]) -> list[Finding]:
                 f"should be, beside all others; rounding leaves {one.noise:.1e}"
             )
             bars = (("reference", 1.0), ("here", one.factor))
-            told.append(finding(one.verdict, "", sentence, tensors=one.tensors, coefficients=bars))
+            told.append(Finding(one.verdict, "", sentence, tensors=one.tensors, coefficients=bars))
     return told

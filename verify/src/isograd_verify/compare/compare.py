@@ -36,7 +36,7 @@ from isograd_verify.record.events import Norm, Result
 from isograd_verify.record.recording import Recording
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
 from isograd_verify.tell.report import timeline
-from isograd_verify.tell.wording import axis_over, finding, left_out
+from isograd_verify.tell.wording import axis_over, left_out
 
 UNPLACED = "which part each rank holds cannot be told, or it was too large to record"
 NOT_THERE, NOT_HERE = "the reference has no such tensor", "only the reference has such a tensor"
@@ -169,7 +169,7 @@ class _Step:
                 subject.errors[one.name] = worst
                 subject.by_rank[one.name] = [one.errors.get(r) for r in range(analysis.world)]
         cancelled = self._cancelled(compared)
-        found += [finding(NOTE, "", f"{listed(cancelled)}: the gradient is zero but for rounding")] if cancelled else []
+        found += [Finding(NOTE, "", f"{listed(cancelled)}: the gradient is zero but for rounding")] if cancelled else []
         wrong = [t for t in compared if t.verdict == BUG]
         if noise is not None and not wrong:
             found += common_factor(analysis, noise, names, self.places)
@@ -186,7 +186,7 @@ class _Step:
                 f"step {self.step}: {listed(unclear)}: the error is more than rounding usually leaves and less than a "
                 "bug does"
             )
-            found.append(finding(INCONCLUSIVE, "", sentence, tensors=unclear))
+            found.append(Finding(INCONCLUSIVE, "", sentence, tensors=unclear))
         if wrong:
             null = {n for n, t in names.items() if self.theirs.null(t)} | set(cancelled)
             telling = {*(t.name for t in compared), *unplaced} - null
@@ -265,11 +265,11 @@ class _Step:
         if swapped:
             axis = axis_over(self.candidate, tuple(sorted({r for n in swapped for r in self.places[n]})))
             sentence = f"step {self.step}: {listed(tuple(swapped))}: ranks hold each other's shards of the weights"
-            return finding(BUG, "resume-other-rank", sentence, tensors=names, axis=axis)
+            return Finding(BUG, "resume-other-rank", sentence, tensors=names, axis=axis)
         sentence = f"step {self.step}: weights of {listed(names)} differ although the gradients before were equal"
         if self.step == min(self.reference.steps):
             sentence = f"the weights of {listed(names)} differ before the first step: initialised or loaded differently"
-        return finding(INCONCLUSIVE, "", sentence, tensors=names)
+        return Finding(INCONCLUSIVE, "", sentence, tensors=names)
 
     def _losses(self, subject: Subject) -> list[Finding]:
         """The loss that a program says it optimised."""
@@ -283,7 +283,7 @@ class _Step:
         if error <= self.limit and weight == expected:
             return []
         of = f"{ours:.9g} over weight {weight:g} instead of {theirs:.9g} over {expected:g}"
-        return [finding(BUG, "", f"step {self.step}: the loss is {of}")]
+        return [Finding(BUG, "", f"step {self.step}: the loss is {of}")]
 
     def _norms(self) -> list[Finding]:
         """Equal gradients must give the reference's norm on every rank."""
@@ -304,7 +304,7 @@ class _Step:
             f"step {self.step}: gradients are right, but the norm is {off[first]:.6g} on rank {first} instead of "
             f"{theirs[0]:.6g}"
         )
-        return [finding(BUG, bug, sentence, axis=axis_over(self.candidate, tuple(ours)), coefficients=bars)]
+        return [Finding(BUG, bug, sentence, axis=axis_over(self.candidate, tuple(ours)), coefficients=bars)]
 
     def _updates(self) -> list[Finding]:
         """Equal gradients must give equal updates: left are the clip factor, the learning rate, the optimizer."""
@@ -336,12 +336,12 @@ class _Step:
             how = "and move otherwise" if absent[0] in apart else "and would move otherwise by a decay or a momentum"
             sentence = f"step {self.step}: {listed(absent)} have no gradient where the reference has zeros, {how}"
             verdict = BUG if absent[0] in apart else INCONCLUSIVE
-            return [finding(verdict, "expert-none", sentence, tensors=absent)]
+            return [Finding(verdict, "expert-none", sentence, tensors=absent)]
         if not apart:
             return []
         names, most = tuple(sorted(apart)), max(apart.values())
         sentence = f"step {self.step}: gradients are equal but the updates of {listed(names)} differ (by {most:.1e})"
-        return [finding(INCONCLUSIVE, "", sentence, tensors=names)]
+        return [Finding(INCONCLUSIVE, "", sentence, tensors=names)]
 
 
 def match_names(

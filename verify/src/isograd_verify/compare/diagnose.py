@@ -33,7 +33,7 @@ from isograd_verify.record.recording import Recording
 from isograd_verify.record.sketch import sketch
 from isograd_verify.tell.catalogue import BUGS, TWICE
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, group_sizes, labelled, meanings, narrowed, spell
+from isograd_verify.tell.wording import axis_over, group_sizes, labelled, meanings, narrowed, spell
 
 if TYPE_CHECKING:
     from isograd_verify.compare.tensorwise import Tensorwise
@@ -96,10 +96,7 @@ def _through_scores(found: list[Finding], strange: list[str]) -> list[Finding]:
         f"{routers[0].sentence}; what passes through it to {listed(strange)} is a part of the truth, too: the "
         "gradients of the tokens' weights were not summed"
     )
-    about = BUGS["score-partial"]
-    told = replace(
-        routers[0], bug="score-partial", sentence=sentence, tensors=names, cause=about.cause, look=about.look
-    )
+    told = replace(routers[0], bug="score-partial", sentence=sentence, tensors=names, cause="", look="")
     return [told, *(f for f in found if f is not routers[0] and not set(f.tensors) <= set(names))]
 
 
@@ -115,7 +112,7 @@ def _own_factors(step: int, factors: dict[str, float]) -> Finding:
         "be, each tensor by a factor of its own, as adaptive clipping would"
     )
     bars = (("reference", 1.0), *((name, factors[name]) for name in names[:8]))
-    return finding(BUG, "", sentence, tensors=names, coefficients=bars)
+    return Finding(BUG, "", sentence, tensors=names, coefficients=bars)
 
 
 def _finding(
@@ -135,10 +132,10 @@ def _finding(
     one = symptom.kind == patterns.SCALED and abs(symptom.value - 1) <= tolerances.FACTOR
     if one and worst > tolerances.COUNTS:  # no factor is so near to one that is so far away
         sentence = (
-            f"step {analysis.step}: {whom}: compared as different (error up to {worst:.1e}) and found to be 1 times what "
-            "they should be: a defect of the verifier, please report it"
+            f"step {analysis.step}: {whom}: compared as different (error up to {worst:.1e}) and found to be 1 times "
+            "what they should be: a defect of the verifier, please report it"
         )
-        return finding(INCONCLUSIVE, "", sentence, tensors=tuple(sorted(names)))
+        return Finding(INCONCLUSIVE, "", sentence, tensors=tuple(sorted(names)))
     bug = bug_of(symptom, names, everything, group_sizes(analysis.recording), of)
     if bug == "cut-graph" and everything and not reductions(analysis):
         bug = "nosync-missing"
@@ -161,7 +158,7 @@ def _finding(
     if symptom.kind == patterns.SCALED and not bars:
         bars = (("reference", 1.0), ("here", symptom.value))
     sentence = f"step {analysis.step}: {whom}: {said} (error up to {worst:.1e})"
-    found = finding(BUG, bug, sentence, tensors=tuple(sorted(names)), axis=axis, coefficients=bars)
+    found = Finding(BUG, bug, sentence, tensors=tuple(sorted(names)), axis=axis, coefficients=bars)
     if of and not bug:
         found = replace(found, cause="a loss or gradient divided, or not divided, by that number", look=SCALES_AT)
     return found

@@ -20,7 +20,7 @@ from isograd_verify.record.events import Loss
 from isograd_verify.record.recording import RankRecord, Recording
 from isograd_verify.record.sketch import dtype_name
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding
-from isograd_verify.tell.wording import axis_over, finding
+from isograd_verify.tell.wording import axis_over
 
 HALF = 0.5
 LARGEST = 4096  # rows that are looked for
@@ -137,18 +137,18 @@ def first_divergence(reference: Recording, candidate: Recording) -> list[Finding
                     f"forward: the columns of {module}, which are the loss's classes, stand in another order than "
                     f"one device has them, and labels count them (rank {record.rank})"
                 )
-                return [finding(BUG, "loss-labels-shifted", sentence, tensors=(), axis=axis)]
+                return [Finding(BUG, "loss-labels-shifted", sentence, tensors=(), axis=axis)]
             if shuffled:
                 sentence = (
                     f"forward: {module} is given the right input and returns the right numbers in other places "
                     f"(a permutation of batch, position and head) on rank {record.rank}"
                 )
-                return [finding(BUG, "ulysses-permute", sentence, tensors=(), axis=axis)]
+                return [Finding(BUG, "ulysses-permute", sentence, tensors=(), axis=axis)]
             sentence = (
                 f"forward: {module} is the first whose output differs although its input is right (rank {record.rank})"
             )
             bug = _forward_bug(made, whole[f"out/{label}"], label, tensors, candidate.world)
-            return [finding(BUG, bug, sentence, tensors=(), axis=axis)]
+            return [Finding(BUG, bug, sentence, tensors=(), axis=axis)]
     sums = {
         key: total for key, values in truth.items() if key.startswith("back/") and (total := _sum(values)) is not None
     }
@@ -215,5 +215,5 @@ def _backward(whole: dict[str, Tensor], sums: dict[str, Tensor], candidate: Reco
                 continue
             module = label.partition("#")[0] or "the model"
             sentence = f"backward: the gradient of {module}'s output is the first that differs (rank {record.rank})"
-            return [finding(INCONCLUSIVE, "", sentence, axis=axis_over(candidate, tuple(range(candidate.world))))]
+            return [Finding(INCONCLUSIVE, "", sentence, axis=axis_over(candidate, tuple(range(candidate.world))))]
     return []

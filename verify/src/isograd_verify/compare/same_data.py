@@ -20,7 +20,7 @@ from isograd_verify.record.events import ForwardInputs, LabelWeight, PipelineAct
 from isograd_verify.record.recording import Recording
 from isograd_verify.record.sketch import content_hash
 from isograd_verify.tell.findings import BUG, NOTE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding
+from isograd_verify.tell.wording import axis_over
 
 LABELS = "labels of the loss"
 MADE_BY_LAYOUTS = re.compile(r"mask|position|cu_seq|seq_?len|lengths?$|max_|num_items|cache", re.IGNORECASE)
@@ -116,7 +116,7 @@ def _agreed(
         count, ranks = theirs[LABELS].count, tuple(range(candidate.world))
         sentence = f"{lost} of {count} labels never reach the loss, one or none at each place where a sequence is cut"
         axis = axis_over(candidate, ranks)
-        return [finding(BUG, "border-labels-lost", sentence, axis=axis), *notes(said)]
+        return [Finding(BUG, "border-labels-lost", sentence, axis=axis), *notes(said)]
     if different:
         names, (_, a, b) = [name for name, _, _ in different], different[0]
         raise VerifyError(

@@ -21,7 +21,6 @@ from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.projection import COUNT
 from isograd_verify.record.sketch import dtype_name
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, PASS, Finding
-from isograd_verify.tell.wording import finding
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def common_factor(
         return []
     sentence = f"all gradients together are {factor:.8g} times the reference's; rounding leaves {noise.factor:.1e}"
     bars = (("reference", 1.0), ("here", factor))
-    return [finding(verdict, "", sentence, tensors=tuple(names), coefficients=bars)]
+    return [Finding(verdict, "", sentence, tensors=tuple(names), coefficients=bars)]
 
 
 def cancels(analysis: Analysis, reference: Analysis, name: str, theirs: str, fed: list[tuple[int, int, float]]) -> bool:

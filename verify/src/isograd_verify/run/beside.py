@@ -43,7 +43,6 @@ from isograd_verify.record.events import Backward, Collective, Lost, Step
 from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
-from isograd_verify.tell.wording import finding
 from isograd_verify.watch.calls import CACHE, GRAPH
 
 MOST_STARTS = 16
@@ -108,7 +107,7 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
         for site, times in reference.about.get("scale", {}).items():
             beside.findings = [_open(found, site, times) for found in beside.findings]
     except NoReference as error:
-        found = finding(BUG, error.bug, error.why) if error.bug else None
+        found = Finding(BUG, error.bug, error.why) if error.bug else None
         if row(error.bug).on_purpose:
             found = Finding(INCONCLUSIVE, error.bug, error.why, look=error.fix)
         return _not_compared(subject, error.why, error.fix, found)

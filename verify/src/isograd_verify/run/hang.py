@@ -20,7 +20,7 @@ from isograd_verify.judge.checks.traffic import signature
 from isograd_verify.record.events import Collective
 from isograd_verify.record.recording import STEPS, RankRecord, Recording
 from isograd_verify.tell.findings import BUG, Finding
-from isograd_verify.tell.wording import finding, spell
+from isograd_verify.tell.wording import spell
 from isograd_verify.watch.claim import alive
 from isograd_verify.watch.foreign import ENGINE
 
@@ -126,7 +126,7 @@ def describe(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
     if behind:
         sentence += f", which {spell(behind)} never reached"
         sentence += "".join(f"; rank {r}{at[r]}" for r in behind[:3])
-    return finding(BUG, "order", sentence, axis=spell(group))
+    return Finding(BUG, "order", sentence, axis=spell(group))
 
 
 def silent(stall: float, where: dict[Path, str]) -> Finding:
@@ -145,7 +145,7 @@ def crash(recording: Recording) -> Finding | None:
         return None
     group, number, here = min(parted, key=lambda p: min(e.start for e in p[2].values()))
     sentence = f"before the program failed: {_who(here, 'call', '')} (collective {number + 1} over {spell(group)})"
-    return finding(BUG, "order", sentence, axis=spell(group))
+    return Finding(BUG, "order", sentence, axis=spell(group))
 
 
 def _who(here: dict[int, Collective], verb: str, preposition: str) -> str:

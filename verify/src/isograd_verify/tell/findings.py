@@ -12,13 +12,16 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from isograd_verify.tell.catalogue import BUGS
+
 PASS, BUG, INCONCLUSIVE, NOTE = "PASS", "BUG", "INCONCLUSIVE", "NOTE"
 EXIT = {PASS: 0, BUG: 3, INCONCLUSIVE: 4}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing found, as a sentence with its evidence. A NOTE changes no verdict."""
+    """One thing found, as a sentence with its evidence. A NOTE changes no verdict. A bug of the catalogue has its
+    usual cause and where to look."""
 
     verdict: str
     bug: str  # id in docs/bugs.md, "" when the symptom fits none
@@ -29,6 +32,11 @@ class Finding:
     cause: str = ""  # what usually causes it
     look: str = ""  # where to look
     site: str = ""  # 'train.py:33 in step': the line of the program that it is about, or its backward's
+
+    def __post_init__(self) -> None:
+        if self.bug and not (self.cause or self.look):
+            object.__setattr__(self, "cause", BUGS[self.bug].cause)
+            object.__setattr__(self, "look", BUGS[self.bug].look)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Words that every check uses: a finding with its usual cause, ranks spelled out, and the axis along which they lie."""
+"""Words that every check uses: ranks spelled out, the axis along which they lie, and what a factor may come from."""
 
 from __future__ import annotations
 
@@ -8,23 +8,8 @@ from isograd_verify import tolerances
 from isograd_verify.record.axes import AXES, FOLDED, Axes
 from isograd_verify.record.events import Collective, Key, Step, micro_of, use_of
 from isograd_verify.record.recording import Recording
-from isograd_verify.tell.catalogue import BUGS, TWICE
+from isograd_verify.tell.catalogue import TWICE
 from isograd_verify.tell.findings import NOTE, Finding
-
-
-def finding(
-    verdict: str,
-    bug: str,
-    sentence: str,
-    *,
-    tensors: tuple[str, ...] = (),
-    axis: str = "",
-    coefficients: tuple[tuple[str, float], ...] = (),
-    site: str = "",
-) -> Finding:
-    """A finding of a bug of the catalogue ('' for none), with what usually causes it and where to look."""
-    cause, look = (BUGS[bug].cause, BUGS[bug].look) if bug else ("", "")
-    return Finding(verdict, bug, sentence, tensors, axis, coefficients, cause, look, site)
 
 
 def left_out(recording: Recording) -> list[Finding]:

@@ -20,7 +20,7 @@ from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.events import Function
 from isograd_verify.tell.findings import BUG, Finding
-from isograd_verify.tell.wording import axis_over, finding
+from isograd_verify.tell.wording import axis_over
 
 Calls = dict[int, Function]  # by rank
 
@@ -47,7 +47,7 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
                 f"step {analysis.step}: {first.name} at {first.site} is the cross-entropy of logits that are cut over "
                 f"{axis}, and the gradient of a row, which sums to zero, sums to {left:.4g} for a label that weighs 1"
             )
-            yield finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
+            yield Finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
         overflow = not math.isfinite(made + given + size)
         if right or overflow or first.site in told or not _linear(calls, parts):
             continue
@@ -57,7 +57,7 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
                 "given the same data, and each rank sends back another gradient to it: a later layer does not sum that "
                 "of its input"
             )
-            later = finding(BUG, "input-unreduced", sentence, tensors=names, axis=axis, site=first.site)
+            later = Finding(BUG, "input-unreduced", sentence, tensors=names, axis=axis, site=first.site)
             continue
         told.add(first.site)
         sentence = (
@@ -65,7 +65,7 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
             f"it made times what came back is {made:.6g} over the ranks, what it was given times what it sent back "
             f"{given:.6g}"
         )
-        yield finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
+        yield Finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
     if later is not None:
         yield later
 

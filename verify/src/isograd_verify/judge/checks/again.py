@@ -17,7 +17,7 @@ from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.naming import class_of
 from isograd_verify.record.events import LossTerm, micro_of
 from isograd_verify.tell.findings import BUG, Finding, listed
-from isograd_verify.tell.wording import finding, spread
+from isograd_verify.tell.wording import spread
 
 
 def computed_again(analysis: Analysis) -> Iterator[Finding]:
@@ -45,7 +45,7 @@ def computed_again(analysis: Analysis) -> Iterator[Finding]:
         )
         bug = "temperature-scale" if {class_of(name) for name in often} == {"temperature"} else ""
         bars = (("most tensors", 1.0), *often.items())
-        yield finding(BUG, bug, sentence, tensors=tuple(often), axis="micro-batches", coefficients=bars[:9])
+        yield Finding(BUG, bug, sentence, tensors=tuple(often), axis="micro-batches", coefficients=bars[:9])
 
 
 def _one_loss(analysis: Analysis) -> bool:

@@ -16,7 +16,6 @@ from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.terms import step_shares, terms, too_often
 from isograd_verify.record.events import Coefficient, LossTerm
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
-from isograd_verify.tell.wording import finding
 
 
 def balance_counts(analysis: Analysis) -> Iterator[Finding]:
@@ -48,7 +47,7 @@ def balance_counts(analysis: Analysis) -> Iterator[Finding]:
             f"its weights over ranks and micro-batches sum to {weight:.4g}, {said} {wanted:g}"
         ) + (f" ({words})" if words else "")
         bars = (("labels", 1.0), ("balance loss", factor))
-        yield finding(BUG if bug else INCONCLUSIVE, bug, sentence, axis=axis, coefficients=bars)
+        yield Finding(BUG if bug else INCONCLUSIVE, bug, sentence, axis=axis, coefficients=bars)
         return
 
 
@@ -69,7 +68,7 @@ def whole_terms(analysis: Analysis) -> Iterator[Finding]:
                 f"step {analysis.step}: the term of the loss at {site} is the same on all ranks, and counts "
                 f"{times:.4g} times ({words}) where labels count once, but for its coefficient; one device would decide"
             )
-            yield finding(INCONCLUSIVE, bug, sentence, axis=axis, site=site)
+            yield Finding(INCONCLUSIVE, bug, sentence, axis=axis, site=site)
 
 
 def coefficients_unjudged(analysis: Analysis) -> Iterator[Finding]:
@@ -86,7 +85,7 @@ def coefficients_unjudged(analysis: Analysis) -> Iterator[Finding]:
             f"step {analysis.step}: the loss has {told}: whether the number of ranks or of micro-batches is a part of "
             "that is not judged without one device"
         )
-        yield finding(NOTE, "", sentence, site=next(iter(known)))
+        yield Finding(NOTE, "", sentence, site=next(iter(known)))
 
 
 def _scale(term: LossTerm, coefficient: float, experts: float) -> float:

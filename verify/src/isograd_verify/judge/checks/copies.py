@@ -10,7 +10,7 @@ from isograd_verify.judge.checks.traffic import reductions
 from isograd_verify.record.axes import DATA, Axes
 from isograd_verify.record.events import Average, Carried, Collective
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, spell
+from isograd_verify.tell.wording import axis_over, spell
 
 
 def rates(analysis: Analysis) -> Iterator[Finding]:
@@ -29,7 +29,7 @@ def rates(analysis: Analysis) -> Iterator[Finding]:
         sentence = f"step {analysis.step}: the learning rate of {whom} differs between ranks: {told}"
         axis = axis_over(analysis.recording, tuple(sorted(ranks[0] for ranks in by_rate.values())))
         bars = tuple((f"rank {rank}", rate) for rank, rate in known.items())
-        yield finding(BUG, "rates-differ", sentence, tensors=names, axis=axis, coefficients=bars)
+        yield Finding(BUG, "rates-differ", sentence, tensors=names, axis=axis, coefficients=bars)
 
 
 def averages(analysis: Analysis) -> Iterator[Finding]:
@@ -50,7 +50,7 @@ def averages(analysis: Analysis) -> Iterator[Finding]:
             f"step {analysis.step}: the averages of {listed(tuple(apart))} differ between {axis}, where the parameters "
             "were copies before the step"
         )
-        yield finding(BUG, "averages-differ", sentence, tensors=tuple(apart), axis=axis)
+        yield Finding(BUG, "averages-differ", sentence, tensors=tuple(apart), axis=axis)
 
 
 def copies(analysis: Analysis) -> Iterator[Finding]:
@@ -81,7 +81,7 @@ def copies(analysis: Analysis) -> Iterator[Finding]:
             f"{'each gradient is its own' if trainable else 'no gradient reaches them'}, while other tensors are "
             "copies whose gradients are summed over them"
         )
-        yield finding(BUG, "copies-begin-apart", sentence, tensors=tuple(names), axis=axis)
+        yield Finding(BUG, "copies-begin-apart", sentence, tensors=tuple(names), axis=axis)
 
 
 def carried(analysis: Analysis) -> Iterator[Finding]:
@@ -113,7 +113,7 @@ def carried(analysis: Analysis) -> Iterator[Finding]:
         )
         names = tuple(n for n in analysis.names if analysis.info(n).gradient)
         axis = axis_over(analysis.recording, ranks)
-        yield finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=names, axis=axis, site=site)
+        yield Finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=names, axis=axis, site=site)
 
 
 def _data_ranks(analysis: Analysis, ranks: tuple[int, ...]) -> bool:

@@ -13,7 +13,7 @@ from isograd_verify.judge.checks.traffic import reductions
 from isograd_verify.record.events import Collective, Draw, ForwardInputs
 from isograd_verify.record.recording import RankRecord
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding
-from isograd_verify.tell.wording import axis_over, finding, spell
+from isograd_verify.tell.wording import axis_over, spell
 
 
 def own_data(analysis: Analysis) -> Iterator[Finding]:
@@ -38,7 +38,7 @@ def own_data(analysis: Analysis) -> Iterator[Finding]:
         else:
             sentence += "always the same batch: it is there to try something out, or by mistake"
         verdict = BUG if several else INCONCLUSIVE
-        yield finding(verdict, "same-data", sentence, axis=axis_over(analysis.recording, tuple(doubles)))
+        yield Finding(verdict, "same-data", sentence, axis=axis_over(analysis.recording, tuple(doubles)))
         return
 
 

@@ -9,7 +9,6 @@ from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.events import Loss
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding
-from isograd_verify.tell.wording import finding
 
 
 def alive(analysis: Analysis) -> Iterator[Finding]:
@@ -32,7 +31,7 @@ def alive(analysis: Analysis) -> Iterator[Finding]:
         sentence += "the model gives every class the same probability and learns nothing"
     else:
         sentence += ": nothing can be learnt from them, and runs that are compared would be equal"
-    yield finding(BUG if chance else INCONCLUSIVE, "dead-model", sentence, tensors=names)
+    yield Finding(BUG if chance else INCONCLUSIVE, "dead-model", sentence, tensors=names)
 
 
 def _by_chance(loss: Loss) -> bool:

@@ -16,7 +16,7 @@ from isograd_verify.judge.analysis import Analysis, Weighed
 from isograd_verify.judge.terms import factor_from, reduced_twice, reference_tensor, shares, step_shares
 from isograd_verify.record.events import Backward, Key, LabelWeight, Loss, MeanWeight, Reached, Uncounted
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
-from isograd_verify.tell.wording import finding, labelled, meanings, narrowed, spread
+from isograd_verify.tell.wording import labelled, meanings, narrowed, spread
 
 
 def token_weights(analysis: Analysis) -> Iterator[Finding]:
@@ -58,7 +58,7 @@ def counted(analysis: Analysis) -> Iterator[Finding]:
             "the labels of the loss could not be counted, so a mean of means would not show; to have them judged, put "
             f"'loss = isograd_verify.weigh(loss, number_of_labels)' {places[0]}"
         )
-        yield finding(NOTE, "", sentence)
+        yield Finding(NOTE, "", sentence)
 
 
 def undivided(analysis: Analysis) -> Iterator[Finding]:
@@ -78,7 +78,7 @@ def undivided(analysis: Analysis) -> Iterator[Finding]:
             )
             names = tuple(n for n in analysis.names if analysis.info(n).gradient)
             axis = "micro-batches"
-            yield finding(INCONCLUSIVE, "accum-undivided", sentence, tensors=names, axis=axis, site=site)
+            yield Finding(INCONCLUSIVE, "accum-undivided", sentence, tensors=names, axis=axis, site=site)
             return
 
 
@@ -98,7 +98,7 @@ def _one_loss(
             f"step {analysis.step}: the loss{where} weighs its labels one by one, or is not called equally often for "
             "all micro-batches: whether each divides by its own number of labels cannot be told"
         )
-        return finding(NOTE, "", sentence)
+        return Finding(NOTE, "", sentence)
     for i in range(number.pop()):
         counts = {key: weighed[i].count for key, weighed in calls.items()}
         weights = {key: share[key] * weighed[i].low for key, weighed in calls.items()}
@@ -123,7 +123,7 @@ def _unequal(
         f"({follows or 'and does not follow the numbers of labels: on purpose, or not'}: {told})"
     )
     verdict = BUG if follows else INCONCLUSIVE
-    return finding(verdict, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars)
+    return Finding(verdict, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars)
 
 
 def differences(
@@ -165,7 +165,7 @@ def carried(
         "by, or multiplies with, a number that it carries from step to step and that is made from its own rows, or "
         "weighs its rows on purpose"
     )
-    return finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=trainable, axis="ranks", site=site)
+    return Finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=trainable, axis="ranks", site=site)
 
 
 def equal_on_ranks(weights: dict[Key, float], tolerance: float) -> bool:
@@ -197,7 +197,7 @@ def _means_over_all(analysis: Analysis, calls: dict[Key, list[Weighed]], share: 
         f"{' or '.join(of.values())}; a run on one device would decide"
     )
     trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
-    yield finding(INCONCLUSIVE, bug, sentence, tensors=trainable, axis=" or ".join(of))
+    yield Finding(INCONCLUSIVE, bug, sentence, tensors=trainable, axis=" or ".join(of))
 
 
 def _summed(analysis: Analysis) -> bool:

@@ -12,7 +12,7 @@ from isograd_verify.judge.checks.losses import carried, differences, equal_on_ra
 from isograd_verify.judge.terms import reference_tensor, shares
 from isograd_verify.record.events import Key, MeanWeight
 from isograd_verify.tell.findings import BUG, Finding
-from isograd_verify.tell.wording import finding, spread
+from isograd_verify.tell.wording import spread
 
 
 def mean_weights(analysis: Analysis) -> Iterator[Finding]:
@@ -35,7 +35,7 @@ def mean_weights(analysis: Analysis) -> Iterator[Finding]:
             one = (over, round(times, 4))
             if not any(mean.divided for mean in means.values()) or one not in told:
                 told.add(one)
-                yield finding(
+                yield Finding(
                     BUG, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars, site=site
                 )
             break

@@ -8,7 +8,7 @@ from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.traffic import reductions
 from isograd_verify.tell.findings import INCONCLUSIVE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, spell
+from isograd_verify.tell.wording import axis_over, spell
 
 Group = tuple[int, ...]
 
@@ -31,7 +31,7 @@ def mixed_groups(analysis: Analysis) -> Iterator[Finding]:
         )
         others = (narrow[0], *(r for r in wide if r not in narrow))
         axis = axis_over(analysis.recording, others)
-        yield finding(INCONCLUSIVE, "wrong-group", sentence, tensors=tuple(names), axis=axis)
+        yield Finding(INCONCLUSIVE, "wrong-group", sentence, tensors=tuple(names), axis=axis)
 
 
 def _mixed(analysis: Analysis, name: str) -> tuple[Group, Group] | None:

@@ -10,7 +10,7 @@ from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.naming import class_of
 from isograd_verify.record.events import Backward, Key, Norm, ScaledClip, micro_of
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, spread
+from isograd_verify.tell.wording import axis_over, spread
 
 
 def norms(analysis: Analysis) -> Iterator[Finding]:
@@ -26,7 +26,7 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
             f"step {analysis.step}: the norm ({low:.6g}{f' to {high:.6g}' if high > low else ''}) {omitted}; each "
             f"element once gives {true_norm(analysis):.6g}"
         )
-        yield finding(BUG, "norm-omits-experts", sentence, axis=_experts_axis(analysis), coefficients=bars)
+        yield Finding(BUG, "norm-omits-experts", sentence, axis=_experts_axis(analysis), coefficients=bars)
         return
     if len(reported) > 1 and spread(reported.values()) > tolerances.NORM:
         low, high = min(reported.values()), max(reported.values())
@@ -37,7 +37,7 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
                 f"step {analysis.step}: copies of the gradients of {listed(unequal)} differ between {axis} before the "
                 f"clip, and the norm with them: {low:.6g} to {high:.6g}"
             )
-            yield finding(BUG, "replicas-differ", sentence, tensors=unequal, axis=axis, coefficients=bars)
+            yield Finding(BUG, "replicas-differ", sentence, tensors=unequal, axis=axis, coefficients=bars)
             return
         yield _per_rank(analysis, f"the gradient norm differs between ranks: {low:.6g} to {high:.6g}", reported, names)
         return
@@ -55,7 +55,7 @@ def _bars(values: dict[int, float]) -> tuple[tuple[str, float], ...]:
 
 def _per_rank(analysis: Analysis, what: str, values: dict[int, float], names: tuple[str, ...]) -> Finding:
     axis, sentence = axis_over(analysis.recording, _unlike(values)), f"step {analysis.step}: {what}"
-    return finding(BUG, "clip-per-rank", sentence, tensors=names, axis=axis, coefficients=_bars(values))
+    return Finding(BUG, "clip-per-rank", sentence, tensors=names, axis=axis, coefficients=_bars(values))
 
 
 def scaled_clips(analysis: Analysis) -> Iterator[Finding]:
@@ -69,7 +69,7 @@ def scaled_clips(analysis: Analysis) -> Iterator[Finding]:
         )
         names = tuple(n for n in analysis.names if analysis.info(n).gradient)
         bars = (("what the program says", 1.0), ("what it does", 1 / one.scale))
-        yield finding(BUG, "clip-scaled", sentence, tensors=names, coefficients=bars, site=one.site)
+        yield Finding(BUG, "clip-scaled", sentence, tensors=names, coefficients=bars, site=one.site)
 
 
 def scaled_apart(analysis: Analysis) -> Iterator[Finding]:
@@ -225,7 +225,7 @@ def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -
         ": it counts every copy of replicated tensors" if exact else ""
     )
     bars = (("reported", reported / truth), ("each element once", 1.0))
-    yield finding(
+    yield Finding(
         BUG,
         "norm-counts-replicas",
         sentence,

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.events import Changed, Choice
 from isograd_verify.tell.findings import BUG, Finding, listed
-from isograd_verify.tell.wording import finding
 
 BIAS = re.compile(r"(expert|choice|router|gate|score|correction)s?_(\w+_)*bias$")
 COUNT = re.compile(r"expert|router|(^|[._])(moe|chosen|load|tokens_per)([._]|$)")
@@ -29,7 +28,7 @@ def choice_bias(analysis: Analysis) -> Iterator[Finding]:
             f"step {analysis.step}: {listed(names)} changes between the micro-batches of a step: later ones are routed "
             "by another bias, and how they are cut decides what it becomes"
         )
-        yield finding(BUG, "bias-per-micro", sentence, axis="micro-batches")
+        yield Finding(BUG, "bias-per-micro", sentence, axis="micro-batches")
 
 
 def counted_once(analysis: Analysis) -> Iterator[Finding]:
@@ -43,7 +42,7 @@ def counted_once(analysis: Analysis) -> Iterator[Finding]:
             f"step {analysis.step}: {listed(names)} changes in a forward, and again in its backward, "
             "which computes that forward once more: tokens are counted twice"
         )
-        yield finding(BUG, "bias-twice", sentence)
+        yield Finding(BUG, "bias-twice", sentence)
 
 
 def _changes(analysis: Analysis, buffers: re.Pattern[str]) -> Iterator[tuple[int, Changed, str]]:
@@ -68,4 +67,4 @@ def same_choice(analysis: Analysis) -> Iterator[Finding]:
             f"step {analysis.step}: a forward that backward computes once more chooses otherwise than it did before "
             f"({told}): gradients belong to other experts than the outputs"
         )
-        yield finding(BUG, "recompute-flip", sentence)
+        yield Finding(BUG, "recompute-flip", sentence)

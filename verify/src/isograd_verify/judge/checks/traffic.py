@@ -11,7 +11,7 @@ from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.axes import DATA, Axes
 from isograd_verify.record.events import REDUCING, Collective, Draw, RowSums, Step
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, spell
+from isograd_verify.tell.wording import axis_over, spell
 
 HALF = ("bfloat16", "float16")
 FEWEST = 64  # elements of an activation: with fewer, two masks may be equal by chance
@@ -63,7 +63,7 @@ def order(analysis: Analysis) -> Iterator[Finding]:
                         f"step {analysis.step}: collective {i + 1} over {spell(group)}: rank {group[0]} calls "
                         f"{_spelled(a)}, rank {rank} calls {_spelled(b)}"
                     )
-                    yield finding(BUG, "order", sentence, axis=spell(group))
+                    yield Finding(BUG, "order", sentence, axis=spell(group))
                     return
 
 
@@ -103,7 +103,7 @@ def local_steps(analysis: Analysis) -> Finding | None:
         f"over {spell(whole.group)} in step {analysis.step - 1}: local SGD does so on purpose, and averages weights "
         "later; steps are judged up to here"
     )
-    return finding(INCONCLUSIVE, "", sentence, axis=spell(whole.group))
+    return Finding(INCONCLUSIVE, "", sentence, axis=spell(whole.group))
 
 
 def signature(event: Collective) -> tuple[object, ...]:
@@ -127,7 +127,7 @@ def groups(analysis: Analysis) -> Iterator[Finding]:
     for group, event in odd.items():
         where = f"{event.op} at {event.site}"
         sentence = f"step {analysis.step}: {where} runs over {spell(group)}, which is no axis of a mesh"
-        yield finding(NOTE, "wrong-group", sentence, tensors=event.covers, axis=spell(group))
+        yield Finding(NOTE, "wrong-group", sentence, tensors=event.covers, axis=spell(group))
 
 
 def reduced_in_half(analysis: Analysis) -> list[Collective]:
@@ -172,7 +172,7 @@ def dtypes(analysis: Analysis) -> Iterator[Finding]:
             f"{event.op} at {event.site}"
         )
         axis = axis_over(analysis.recording, event.group)
-        yield finding(BUG, "bf16-reduction", sentence, tensors=names, axis=axis, site=event.site)
+        yield Finding(BUG, "bf16-reduction", sentence, tensors=names, axis=axis, site=event.site)
 
 
 def row_sums(analysis: Analysis) -> Iterator[Finding]:
@@ -189,7 +189,7 @@ def row_sums(analysis: Analysis) -> Iterator[Finding]:
             f"rows of a token id are added in {worst.dtype}; id {worst.token} occurs {worst.times} times in a backward"
         )
         axis = axis_over(analysis.recording, tuple({rank for _, rank, _ in told}))
-        yield finding(BUG, "bf16-accumulation", sentence, tensors=names, axis=axis)
+        yield Finding(BUG, "bf16-accumulation", sentence, tensors=names, axis=axis)
 
 
 def random_draws(analysis: Analysis) -> Iterator[Finding]:
@@ -214,7 +214,7 @@ def random_draws(analysis: Analysis) -> Iterator[Finding]:
             f"step {analysis.step}: {listed(tuple(apart))}: copies of one activation on "
             f"{spell(ranks)} were given different random masks"
         )
-        yield finding(
+        yield Finding(
             BUG, "norm-dropout-rng", sentence, tensors=tuple(apart), axis=axis_over(analysis.recording, ranks)
         )
 
@@ -237,7 +237,7 @@ def shared_draws(analysis: Analysis) -> Iterator[Finding]:
             "activations: their random states are equal, so the noise of dropout is not averaged over them"
         )
         axis = axis_over(analysis.recording, ranks)
-        yield finding(NOTE, "same-masks", sentence, tensors=tuple(shared), axis=axis)
+        yield Finding(NOTE, "same-masks", sentence, tensors=tuple(shared), axis=axis)
 
 
 def replayed_draws(analysis: Analysis) -> Iterator[Finding]:
@@ -257,7 +257,7 @@ def replayed_draws(analysis: Analysis) -> Iterator[Finding]:
             f"step {analysis.step}: {listed(names)}: the same input was encoded without a graph and then with one, and "
             f"drew other random numbers (rank {rank} first): cached gradients belong to other representations"
         )
-        yield finding(BUG, "cache-rng", sentence, tensors=names)
+        yield Finding(BUG, "cache-rng", sentence, tensors=names)
 
 
 def _data_ranks(analysis: Analysis, one: int, other: int, forward: int) -> bool:
