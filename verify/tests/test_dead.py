@@ -11,7 +11,7 @@ import torch
 
 from isograd_verify.compare.compare import compare
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.judge.checks.dead import alive
+from isograd_verify.judge.checks.state import alive
 from isograd_verify.record.events import Event, Loss
 from isograd_verify.run.corpus import Bench, every_name
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding

@@ -57,7 +57,7 @@ SCALED = 1e-3  # of a gradient scaler's factor (2^16, at first): no bound of a c
 SHIFT, SHIFT_HALF = 1e-3, 5e-2
 ROW_SUMS = 4.0  # eps that sums of an embedding's rows are off (watch/rows.py). Chosen: 3 % in bf16
 
-# -- a model that does not learn (judge/checks/dead.py) -----------------------------------------------------------
+# -- a model that does not learn (judge/checks/state.py) -----------------------------------------------------------
 
 CHANCE = 1e-2  # of ln(classes): a cross-entropy of zero logits is that number, to one rounding of bf16 (4e-3)
 
