@@ -110,7 +110,7 @@ ROW = 1e-6  # of the tensor, for one row of it: right in some rows only. Chosen,
 PERMUTED, PERMUTED_SMALL = 1e-6, 1e-9  # sorted numbers are the same numbers; of the tensor's size
 BIAS = 1e-6  # a module's extra output is its bias, so many times
 WORST = 0.1  # of the largest error of any rank: a rank with this much of it shows the symptom. Chosen
-# A factor beside flipped choices of experts (compare/beyond_flips.py): so many times what is left of each of so many
+# A factor beside flipped choices of experts (compare/routing.py): so many times what is left of each of so many
 # tensors, of so many elements. Chosen.
 FLIP_SURE, FLIP_TENSORS, FLIP_ELEMENTS = 3.0, 2, 16
 # Activations: a row is one of the reference's, of the largest row. Chosen.

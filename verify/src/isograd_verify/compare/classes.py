@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from isograd_verify import tolerances
-from isograd_verify.compare.placement import Place, Value
-from isograd_verify.compare.values import numbers, sides
+from isograd_verify.compare.values import Place, Value, numbers, sides
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, PASS, Finding, kind
 

@@ -17,11 +17,10 @@ from isograd_verify.compare.diagnose import diagnose
 from isograd_verify.compare.divergence import first_divergence
 from isograd_verify.compare.loss_terms import backward_alone, other_amounts
 from isograd_verify.compare.numerics import Noise
-from isograd_verify.compare.placement import Place, Value, place
 from isograd_verify.compare.routing import ADVICE, without_flips
 from isograd_verify.compare.same_data import same_data
 from isograd_verify.compare.tensorwise import Tensorwise, cancels, common_factor, compare_tensor, limit_of
-from isograd_verify.compare.values import difference, norm, nothing, of_rank, sides, whole_values
+from isograd_verify.compare.values import Place, Value, difference, norm, nothing, of_rank, place, sides, whole_values
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.analysis import INSIDE, Analysis
 from isograd_verify.judge.checks import check, placed
@@ -31,7 +30,7 @@ from isograd_verify.judge.checks.losses import counted, undivided
 from isograd_verify.judge.checks.traffic import local_steps
 from isograd_verify.judge.clips import only_in_both
 from isograd_verify.judge.consequences import DRIFT, row, spoilt, without_consequences
-from isograd_verify.judge.naming import class_of
+from isograd_verify.judge.patterns import class_of
 from isograd_verify.record.events import Norm, Result
 from isograd_verify.record.recording import Recording
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed

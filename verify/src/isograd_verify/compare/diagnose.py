@@ -17,16 +17,14 @@ import torch
 from torch import Tensor
 
 from isograd_verify import tolerances
-from isograd_verify.compare.placement import Value, projected
-from isograd_verify.compare.values import contributions, folded, sides
+from isograd_verify.compare.values import Value, contributions, folded, projected, sides
 from isograd_verify.judge import patterns
 from isograd_verify.judge.analysis import Analysis, Observed
 from isograd_verify.judge.checks.gradients import axis_of, never_summed, own_only
 from isograd_verify.judge.checks.norms import clipped_apart
 from isograd_verify.judge.checks.traffic import reductions
 from isograd_verify.judge.contributions import Fit, fit
-from isograd_verify.judge.naming import bug_of, classes_of
-from isograd_verify.judge.patterns import Symptom
+from isograd_verify.judge.patterns import Symptom, bug_of, classes_of
 from isograd_verify.judge.terms import factor_from, reduced_twice
 from isograd_verify.record.events import Key
 from isograd_verify.record.recording import Recording

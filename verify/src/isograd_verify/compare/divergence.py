@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd_verify import tolerances
-from isograd_verify.judge.naming import class_of
+from isograd_verify.judge.patterns import class_of
 from isograd_verify.record.events import Loss
 from isograd_verify.record.recording import RankRecord, Recording
 from isograd_verify.record.sketch import dtype_name

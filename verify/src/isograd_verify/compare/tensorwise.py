@@ -15,8 +15,7 @@ from torch import Tensor
 from isograd_verify import tolerances
 from isograd_verify.compare.numerics import Noise
 from isograd_verify.compare.numerics import verdict as judged
-from isograd_verify.compare.placement import Place, Value, projected
-from isograd_verify.compare.values import norm, sides
+from isograd_verify.compare.values import Place, Value, norm, projected, sides
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.projection import COUNT
 from isograd_verify.record.sketch import dtype_name

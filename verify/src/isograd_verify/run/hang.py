@@ -21,8 +21,8 @@ from isograd_verify.record.events import Collective
 from isograd_verify.record.recording import STEPS, RankRecord, Recording
 from isograd_verify.tell.findings import BUG, Finding
 from isograd_verify.tell.wording import spell
-from isograd_verify.watch.claim import alive
 from isograd_verify.watch.foreign import ENGINE
+from isograd_verify.watch.life import alive
 
 
 def wait(process: subprocess.Popen[bytes], directory: Path, stall: float) -> Finding | None:

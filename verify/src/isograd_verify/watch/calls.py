@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from isograd_verify.record.sketch import digest
 from isograd_verify.watch import foreign
-from isograd_verify.watch.randomness import generators
 from isograd_verify.watch.stages import StageCalls
-from isograd_verify.watch.variables import found, variables, walk
+from isograd_verify.watch.variables import found, generators, variables, walk
 
 if TYPE_CHECKING:
     from isograd_verify.watch.capture import Capture

@@ -30,7 +30,6 @@ from isograd_verify.watch.labels import Labels
 from isograd_verify.watch.recorder import Recorder
 from isograd_verify.watch.rewritten import Rewrites
 from isograd_verify.watch.routing import Routing
-from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.sketching import gradient_of, number_of
 
 LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
@@ -85,7 +84,7 @@ class Capture(Recorder):
             self.held = [root() for _, root in self.roots]
         self.snapped = False
         summed = bool(roots) and all(map(self.watch.means.is_sum, roots))
-        at, loss = call_site(self.base), self.reduced
+        at, loss = foreign.call_site(self.base), self.reduced
         self.event(Backward(*self.now, site=at, loss=loss, summed=summed, scaled=scaled))
         self.reduced = ""
 

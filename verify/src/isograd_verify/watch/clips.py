@@ -19,7 +19,6 @@ from isograd_verify import tolerances
 from isograd_verify.record.events import Norm, ScaledClip
 from isograd_verify.watch import foreign
 from isograd_verify.watch.recorder import Recorder
-from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.terms import SCALED, scaled
 
 
@@ -87,7 +86,7 @@ class Clips:
         return original(parameters, clip_value, *args, **kwargs)
 
     def _note(self, parameters: Any, bound: float, norm: Any) -> None:
-        c, site = self.capture, call_site(self.capture.base)
+        c, site = self.capture, foreign.call_site(self.capture.base)
         if isinstance(norm, Tensor) and not isinstance(norm, foreign.DTensor):
             c.event(Norm(*c.now, value=float(norm), site=site))
         held = [*parameters.parameters()] if isinstance(parameters, nn.Module) else parameters

@@ -25,7 +25,6 @@ from isograd_verify.watch.means import SEEN, Means
 from isograd_verify.watch.recorder import Recorder
 from isograd_verify.watch.rewritten import Rewrites
 from isograd_verify.watch.routing import Routing
-from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.states import States
 from isograd_verify.watch.terms import TermTracker
 
@@ -126,7 +125,7 @@ class WatchMode(TorchDispatchMode):
         """An operator made one number."""
         many = any(type(t) is Tensor and t.requires_grad and t.dim() for t in args)
         if many and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.listener.reduced = call_site(self.listener.base)
+            self.listener.reduced = foreign.call_site(self.listener.base)
             self.terms.made(result, self.listener.reduced)
 
     def _try(self, sense: str, what: Callable[..., Any], *args: Any) -> Any:
@@ -227,7 +226,7 @@ class WatchMode(TorchDispatchMode):
         """Of a choice along another dimension, or of the smallest, `scores` have no rows of the same length."""
         plain = len(args) < 3 or args[2] in (-1, args[0].dim() - 1)
         scores = args[0] if plain and (len(args) < 4 or args[3]) else indices
-        return self.routing.chosen(scores, indices, call_site(self.listener.base))
+        return self.routing.chosen(scores, indices, foreign.call_site(self.listener.base))
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.listener.drawn:

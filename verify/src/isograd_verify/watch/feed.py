@@ -27,10 +27,8 @@ from isograd_verify.io.untrusted import CONFIG, read_json
 from isograd_verify.record.recording import BEHIND, WEIGHTS, load
 from isograd_verify.watch import foreign
 from isograd_verify.watch.calls import CACHE, GRAPH, file_of, joined, outermost, states, total
-from isograd_verify.watch.randomness import set_generators
-from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.steps import Steps
-from isograd_verify.watch.variables import found
+from isograd_verify.watch.variables import found, set_generators
 
 if TYPE_CHECKING:
     from isograd_verify.watch.capture import Capture
@@ -48,7 +46,7 @@ class Loopback:
         tag = named["tag"]
         for tensor in named["tensors"]:
             if op == "recv" and not self.sent[tag]:
-                self.waiting[tag].append((tensor, call_site(self.base)))
+                self.waiting[tag].append((tensor, foreign.call_site(self.base)))
             elif op == "recv":
                 tensor.copy_(self.sent[tag].pop(0).view(tensor.shape))
             elif self.waiting[tag]:

@@ -17,7 +17,6 @@ from isograd_verify.record.events import Function, LossTerm
 from isograd_verify.record.sketch import content_hash, dtype_name, sketch
 from isograd_verify.watch import foreign
 from isograd_verify.watch.recorder import Recorder
-from isograd_verify.watch.sites import call_site
 
 MOST_CALLS = 64  # in a step
 ROWS = 16  # of labels, that are looked at
@@ -56,7 +55,7 @@ class Functions:
         numbers = [(i, float(t)) for i, t in given if t.dim() == 0 and not t.is_leaf]
         if not numbers or all(t.dim() == 0 or t.data_ptr() != made.data_ptr() for _, t in given):
             return
-        c, site = self.capture, call_site(self.capture.base)
+        c, site = self.capture, foreign.call_site(self.capture.base)
 
         def leaves(sent: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> None:
             for i, value in numbers:
@@ -74,7 +73,7 @@ class _Call:
         number: int, labels: list[Tensor],
     ) -> None:  # fmt: skip
         self.c, self.name, self.number, self.began = c, kind.__qualname__, number, c.now
-        self.site, self.groups = call_site(c.base), list(c.groups[before:])
+        self.site, self.groups = foreign.call_site(c.base), list(c.groups[before:])
         self.given = [(i, foreign.local(t.detach()), foreign.local(t.detach())._version) for i, t in given]
         self.made = [foreign.local(t.detach()) for t in made]
         self.entered, self.labels = 0, labels

@@ -27,7 +27,6 @@ from isograd_verify.record.sketch import content_hash, dtype_name
 from isograd_verify.watch import foreign
 from isograd_verify.watch.functions import Functions
 from isograd_verify.watch.recorder import Recorder
-from isograd_verify.watch.sites import call_site
 
 ROWS = 16  # that are looked at
 
@@ -94,7 +93,7 @@ class Fused:
         if type(loss) is not Tensor or loss.dim() or not loss.requires_grad or loss.grad_fn is None or not many:
             return
         c, inner, value = self.capture, self.capture.inner_weights, float(loss.detach())
-        site = c.reduced = call_site(c.base)
+        site = c.reduced = foreign.call_site(c.base)
 
         def judged(rows: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
             if not gradients or gradients[0] is None:

@@ -36,7 +36,6 @@ from isograd_verify.watch.fused import Fused
 from isograd_verify.watch.given import named, tell
 from isograd_verify.watch.recorder import Recorder
 from isograd_verify.watch.routing import Routing
-from isograd_verify.watch.sites import call_site
 
 
 class Hooks:
@@ -373,7 +372,7 @@ class Hooks:
         instead: list[Tensor | None] = []
 
         def note() -> None:
-            instead.append(self.routing.chosen(ranked, indices, call_site(self.capture.base)))
+            instead.append(self.routing.chosen(ranked, indices, foreign.call_site(self.capture.base)))
 
         self.capture.guarded(note, "choices")()
         return indices if not instead or instead[0] is None else instead[0]
@@ -406,7 +405,7 @@ class Hooks:
             self.capture.inside_engine -= 1
         norm = getattr(result, "grad_norm", None)
         if norm is not None:
-            self.capture.event(Norm(*self.capture.now, value=float(norm), site=call_site(self.capture.base)))
+            self.capture.event(Norm(*self.capture.now, value=float(norm), site=foreign.call_site(self.capture.base)))
         with whole():
             self.capture.after_step()
         return result

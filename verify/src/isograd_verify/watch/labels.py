@@ -11,8 +11,8 @@ from torch.utils.hooks import unserializable_hook
 
 from isograd_verify.record.events import LabelWeight, Loss
 from isograd_verify.record.sketch import content_hash
+from isograd_verify.watch.foreign import call_site
 from isograd_verify.watch.recorder import Recorder
-from isograd_verify.watch.sites import call_site
 
 
 class Labels:

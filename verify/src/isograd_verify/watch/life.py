@@ -6,6 +6,7 @@ left in the program's way, and ends with the program. What it sees in between is
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -21,7 +22,6 @@ import torch
 from isograd_verify.record.events import Backward, Event, Lost, OtherWorld, Step
 from isograd_verify.record.recording import RankWriter
 from isograd_verify.watch import foreign
-from isograd_verify.watch.claim import claim
 from isograd_verify.watch.steps import Steps
 
 if TYPE_CHECKING:
@@ -267,3 +267,32 @@ def spelled(error: Exception, beyond: tuple[str, ...] = ()) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not (beyond and f.filename.startswith(beyond))]
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {str(error)[:300]}{place}"
+
+
+def claim(directory: Path, rank: int) -> bool:
+    """Whether this process may write rank `rank`'s part of the recording. The earlier part of a rank that is started
+    again is set aside; a second process that calls itself the same rank while the first one lives leaves a note."""
+    home = directory / f"rank-{rank:04d}"
+    try:
+        owner = int(json.loads((home / "rank.json").read_text())["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+    if owner == os.getpid():
+        return True
+    if alive(owner):
+        (directory / f"second-{os.getpid()}-rank-{rank:04d}").touch()
+        return False
+    count = len(list(directory.glob(f"earlier-*-{home.name}")))
+    os.replace(home, directory / f"earlier-{count}-{home.name}")
+    return True
+
+
+def alive(pid: int) -> bool:
+    """Whether a process with this id exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

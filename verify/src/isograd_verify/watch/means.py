@@ -3,13 +3,15 @@
     torch's losses with reduction "mean", x.mean(), x.sum() / count, (x * mask).sum() with whatever divides it
 
 Means over ranks or micro-batches with different counts are no mean over all: each element of a small one weighs more.
-A sum whose mask is known needs no divisor: what comes back to it is the weight of each element.
+A sum whose mask is known needs no divisor: what comes back to it is the weight of each element. The mask is read off
+the graph in front of the sum, but not where a hook of the program has put it elsewhere (checkpointing, offloading).
 A term of the loss is told apart from others by the place it comes from and by all calls that led there.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sys
 import weakref
@@ -23,10 +25,8 @@ from torch.utils.hooks import unserializable_hook
 
 from isograd_verify import tolerances
 from isograd_verify.record.events import MeanWeight
-from isograd_verify.watch.foreign import infers_shapes
-from isograd_verify.watch.masks import added
+from isograd_verify.watch import foreign
 from isograd_verify.watch.recorder import Recorder
-from isograd_verify.watch.sites import call_site
 
 LOSSES = (
     "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
@@ -68,7 +68,7 @@ class Means:
         given = args[0] if args else None
         if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled() or not _number(result):
             return
-        if not isinstance(given, Tensor) or not (given.requires_grad or self.is_sum(given)) or infers_shapes():
+        if not isinstance(given, Tensor) or not (given.requires_grad or self.is_sum(given)) or foreign.infers_shapes():
             return
         if name in ("sum", "neg", "_to_copy"):
             of = self._sum(given, result) if name == "sum" and given.dim() else self._of(given)
@@ -79,7 +79,7 @@ class Means:
         count = None if of is not None and of.masked else self._count(name, given, args, kwargs)
         if count is not None:
             by_torch = name not in ("div", "mul") or _in_kl_div()
-            number = Number(f"{name} {_path()}", call_site(self.capture.base), count, average=by_torch)
+            number = Number(f"{name} {_path()}", foreign.call_site(self.capture.base), count, average=by_torch)
             if of is not None:
                 of.divided = True
                 number.elements = 0.0 if count in of.own else of.nonzero or of.count
@@ -90,7 +90,7 @@ class Means:
         count, masked = added(given)
         nonzero = 0.0 if masked else float(given.count_nonzero())
         number = Number(
-            f"sum {_path()}", call_site(self.capture.base), count, mean=False, nonzero=nonzero, masked=masked
+            f"sum {_path()}", foreign.call_site(self.capture.base), count, mean=False, nonzero=nonzero, masked=masked
         )
         number.own = (count, nonzero, *(given.shape[:n].numel() for n in (1, 2) if given.dim() > n))
         self.fresh.append((result, number))
@@ -161,3 +161,57 @@ def _path() -> str:
             lines.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}:{frame.f_lasti}")
         frame = frame.f_back  # type: ignore[assignment]
     return hashlib.blake2b(" ".join(lines).encode(), digest_size=6).hexdigest()
+
+
+DEEPEST = 12  # operators between a mask and the sum
+_PASSES = (
+    "Neg", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias", "Transpose", "T",
+    "Permute", "Sum", "Mul", "Div",
+)  # fmt: skip
+
+
+def added(summed: Tensor) -> tuple[int, bool]:
+    """(how many numbers, whether a mask says so) of a tensor whose elements are all summed."""
+    node: Any = summed.grad_fn
+    size = summed.numel()
+    for _ in range(DEEPEST):
+        kind = type(node).__name__.partition("Backward")[0] if node is not None else ""
+        mask = _mask_of(node, kind)
+        if mask is not None and mask.numel() and size % mask.numel() == 0:
+            return int(mask.sum()) * (size // mask.numel()), True
+        if kind not in _PASSES or (kind == "Div" and not _single(_saved_tensor(node, "other"))):
+            break
+        if kind == "Sum":
+            size = math.prod(node._saved_self_sym_sizes)
+        edges = [edge for edge, _ in node.next_functions if edge is not None]
+        if len(edges) != 1:
+            break
+        node = edges[0]
+    return size, False
+
+
+def _mask_of(node: Any, kind: str) -> Tensor | None:
+    """Which numbers this operator lets through, as zeros and ones; None when it is no mask."""
+    if kind == "Mul":
+        for kept in (_saved_tensor(node, "other"), _saved_tensor(node, "self")):
+            if kept is not None and kept.dim() and not kept.requires_grad and bool(((kept == 0) | (kept == 1)).all()):
+                return kept
+    if kind == "MaskedFill":
+        kept = _saved_tensor(node, "mask")
+        return None if kept is None else ~kept
+    if kind == "Where":
+        kept = _saved_tensor(node, "condition")
+        learns = [edge is not None for edge, _ in node.next_functions]
+        return None if kept is None or sum(learns) != 1 else kept if learns[0] else ~kept
+    return None
+
+
+def _saved_tensor(node: Any, name: str) -> Tensor | None:
+    """A tensor that autograd has kept for a backward, where no hook stands in between."""
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    data = getattr(saved, "data", None) if getattr(saved, "unpack_hook", None) is None else None
+    return data if isinstance(data, Tensor) and data.layout is torch.strided else None
+
+
+def _single(kept: Tensor | None) -> bool:
+    return kept is None or kept.numel() == 1

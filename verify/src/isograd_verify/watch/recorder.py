@@ -33,7 +33,6 @@ from isograd_verify.record.sketch import digest, dtype_name, in_bf16, sketch, sq
 from isograd_verify.watch import foreign
 from isograd_verify.watch.flows import memory
 from isograd_verify.watch.life import Life
-from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.sketching import Sketching
 from isograd_verify.watch.steps import Steps
 
@@ -142,7 +141,7 @@ class Recorder(Life):
         call = Collective(
             *self.now, n=self.numbers, op=op, group=ranks, peer=peer, dtype=dtype_name(local[0]) if local else "",
             numel=sum(t.numel() for t in local), bytes=sum(t.numel() * t.element_size() for t in local),
-            start=time.time() - self.began, phase=phase, module=module, site=call_site(self.base),
+            start=time.time() - self.began, phase=phase, module=module, site=foreign.call_site(self.base),
             covers=tuple(sorted(covers)), passed=self.backwards, reduce=reduce, inside=self.in_function > 0,
             narrow=op in REDUCING and all(map(in_bf16, local)),
         )  # fmt: skip

@@ -24,7 +24,6 @@ from isograd_verify.record.events import Rewritten
 from isograd_verify.record.sketch import sketch, squares
 from isograd_verify.watch import foreign
 from isograd_verify.watch.recorder import Recorder
-from isograd_verify.watch.sites import call_site
 
 COPYING = ("copy_", "_foreach_copy_")
 SCALING = ("mul_", "div_", "_foreach_mul_", "_foreach_div_", "zero_", "_foreach_zero_")
@@ -156,7 +155,7 @@ class Rewrites:
             if not later and (self.reduced is None or name in self.reduced):
                 whole = part.detach().clone() if c.whole else None
                 self.kept[name] = Before(sketch(part, c.offset(name, parameter, part)), squares(part), whole, scales)
-                self.site = self.site or call_site(c.base)
+                self.site = self.site or foreign.call_site(c.base)
 
     def _between(self) -> bool:
         """Whether the program is between a backward and the step, and not in a model's forward."""

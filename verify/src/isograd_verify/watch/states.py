@@ -19,7 +19,6 @@ from isograd_verify.record.sketch import digest, dtype_name, row_sizes, sketch
 from isograd_verify.watch import foreign
 from isograd_verify.watch.flows import Flows, memory, strided
 from isograd_verify.watch.recorder import Recorder
-from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.variables import variables, walk
 
 MOST_ELEMENTS = 1 << 16
@@ -93,7 +92,7 @@ class States:
         given = args[0]
         if type(result) is Tensor and not result.dim() and given.dim() == 1 and not given.requires_grad:
             self.flows.mark(result, {len(self.seen): CUT})
-            site = self.used[len(self.seen)] = call_site(self.capture.base)
+            site = self.used[len(self.seen)] = foreign.call_site(self.capture.base)
             self.seen.append((f"{SPREAD} {len(given)} numbers at {site}", "", digest(given), given.clone()))
 
     def carry(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -104,7 +103,7 @@ class States:
         if name in OVERWRITES and args[0].numel() * args[0].element_size() == args[0].untyped_storage().nbytes():
             self.reduced([args[0]])
         for number in self.flows.carry(func, args, kwargs, result).keys() - self.used.keys():
-            self.used[number] = call_site(self.capture.base)
+            self.used[number] = foreign.call_site(self.capture.base)
 
     def reduced(self, tensors: list[Tensor]) -> None:
         """Tensors hold nothing of one rank's own any more."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.judge.naming import class_of
+from isograd_verify.judge.patterns import class_of
 from isograd_verify.judge.terms import step_shares, terms, too_often
 from isograd_verify.record.events import Coefficient, LossTerm, micro_of
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed

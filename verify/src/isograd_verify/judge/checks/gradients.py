@@ -14,8 +14,7 @@ from isograd_verify.judge.checks.copies import exchange
 from isograd_verify.judge.checks.norms import clipped_apart, clipped_early
 from isograd_verify.judge.checks.traffic import reduced_in_half, reductions
 from isograd_verify.judge.contributions import Fit, fit
-from isograd_verify.judge.naming import bug_of, class_of, classes_of
-from isograd_verify.judge.patterns import Symptom
+from isograd_verify.judge.patterns import Symptom, bug_of, class_of, classes_of
 from isograd_verify.record.axes import DATA
 from isograd_verify.record.events import REDUCING, Collective, Key, Rewritten
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.judge.naming import class_of
+from isograd_verify.judge.patterns import class_of
 from isograd_verify.record.events import Backward, Key, Norm, ScaledClip, micro_of
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
 from isograd_verify.tell.wording import axis_over, spread
