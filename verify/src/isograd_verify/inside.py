@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from isograd_verify.errors import VerifyError
-from isograd_verify.record.recording import VERSION, finished, write_json
+from isograd_verify.record.recording import describe, finished
 from isograd_verify.run.attach import inspect
 from isograd_verify.tell.report import Report
 from isograd_verify.watch import foreign
@@ -69,7 +69,7 @@ class watching:
         while finished(self.directory) < self.world and time.monotonic() < until:
             time.sleep(0.1)
         self.directory.mkdir(parents=True, exist_ok=True)
-        write_json(self.directory / "recording.json", {"version": VERSION, "layout": self.layout})
+        describe(self.directory, layout=self.layout)
         self.report = Report("isograd_verify.watching()", [inspect(self.directory)])
         print(self.report, flush=True)
 

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -48,6 +48,22 @@ def write_json(path: Path, data: Any) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(data, indent=1))
     os.replace(partial, path)
+
+
+def describe(directory: Path, **about: Any) -> None:
+    """Writes recording.json: the layout, and whatever else is known of the run."""
+    write_json(directory / "recording.json", {"version": VERSION, **about})
+
+
+@contextmanager
+def _damage(code: str, what: str, expected: str, seen: Callable[[], str]) -> Iterator[None]:
+    """What cannot be read is one error of a recording. `seen`: the file, and the line of it."""
+    try:
+        yield
+    except (FileError, ValueError, OSError, SafetensorError) as error:
+        why = error.brief if isinstance(error, FileError) else str(error) or repr(error)
+        fix = "the recording is truncated, damaged or not whole: record again"
+        raise VerifyError(code, what, seen=f"{seen()}: {why}", expected=expected, fix=fix) from error
 
 
 class RankWriter:
@@ -207,24 +223,16 @@ def _read_rank(directory: Path) -> RankRecord:
             fix="read it with the isograd that wrote it, or record again",
         )
     events: list[Event] = []
-    path = directory / "events.jsonl"
-    try:
-        with open_to_read(path) as lines:
-            while text := lines.readline(LONGEST_LINE):
-                if len(events) >= MOST_EVENTS:
-                    raise ValueError(f"more than {MOST_EVENTS} events")
-                if not text.endswith(b"\n"):
-                    raise ValueError("a line is cut short")
-                events.append(read(parse_json(text, path, nan=True)))
-    except (FileError, ValueError) as error:
-        said = error.brief if isinstance(error, FileError) else repr(error)
-        raise VerifyError(
-            "IG715",
-            "a recording's list of events cannot be read to its end",
-            seen=f"{path.name} of {directory.name}, line {len(events) + 1}: {said}",
-            expected="one JSON object per line",
-            fix="the file is truncated or damaged: record again",
-        ) from error
+    path, what = directory / "events.jsonl", "a recording's list of events cannot be read to its end"
+    here = f"{path.name} of {directory.name}"
+    damage = _damage("IG715", what, "one JSON object per line", lambda: f"{here}, line {len(events) + 1}")
+    with damage, open_to_read(path) as lines:
+        while text := lines.readline(LONGEST_LINE):
+            if len(events) >= MOST_EVENTS:
+                raise ValueError(f"more than {MOST_EVENTS} events")
+            if not text.endswith(b"\n"):
+                raise ValueError("a line is cut short")
+            events.append(read(parse_json(text, path, nan=True)))
     return RankRecord(directory, about, _joined(events))
 
 
@@ -240,38 +248,23 @@ def _joined(events: list[Event]) -> list[Event]:
 
 def _read_json(path: Path, needed: dict[str, int] | None = None) -> dict[str, Any]:
     """needed: whole numbers that must stand in it, from 0 to below the one given."""
-    try:
+    with _damage("IG716", f"{path.name} of a recording cannot be read", "a JSON object", lambda: path.parent.name):
         data = read_json(path, LONGEST_JSON, nan=True)
         if not isinstance(data, dict):
             raise ValueError("not a JSON object")
         lacking = [k for k, most in (needed or {}).items() if type(data.get(k)) is not int or not 0 <= data[k] < most]
         if lacking:
             raise ValueError(f"no number under {', '.join(lacking)}, or none that can be")
-    except (FileError, ValueError) as error:
-        raise VerifyError(
-            "IG716",
-            f"{path.name} of a recording cannot be read",
-            seen=f"{path.parent.name}: {error.brief if isinstance(error, FileError) else error}",
-            expected="a JSON object",
-            fix="the recording is truncated or damaged: record again",
-        ) from error
     return data
 
 
 def load(path: Path) -> dict[str, Tensor]:
     """The tensors of one file of a recording."""
-    try:
+    what, here = "the tensors of a recorded step cannot be read", f"{path.name} of {path.parent.name}"
+    with _damage("IG717", what, "a whole safetensors file", lambda: here):
         names = read_header(path)
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}
-    except (FileError, OSError, SafetensorError) as error:
-        raise VerifyError(
-            "IG717",
-            "the tensors of a recorded step cannot be read",
-            seen=f"{path.name} of {path.parent.name}: {error.brief if isinstance(error, FileError) else error}",
-            expected="a whole safetensors file",
-            fix="the file is truncated or missing: record again",
-        ) from error
 
 
 @contextmanager

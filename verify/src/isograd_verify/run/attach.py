@@ -24,7 +24,7 @@ from torch import Tensor
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.checks import check
 from isograd_verify.record.events import Backward, Collective, Lost, OtherWorld, Step
-from isograd_verify.record.recording import VERSION, Recording, write_json
+from isograd_verify.record.recording import Recording, describe
 from isograd_verify.run.hang import crash, wait, watching
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject
 from isograd_verify.tell.report import Report, timeline
@@ -102,7 +102,7 @@ def run(
 
 def report_of(directory: Path, about: dict[str, Any], failed: int = 0) -> Report:
     """What a recording shows that its ranks have begun by themselves. `about`: the command, the layout, the steps."""
-    write_json(directory / "recording.json", {"version": VERSION, **about, "exit_code": failed, "stalled": False})
+    describe(directory, **about, exit_code=failed, stalled=False)
     return Report(" ".join(about["command"]), [inspect(directory, None, about["command"], failed)])
 
 
@@ -128,15 +128,15 @@ def begin(
 ) -> tuple[Finding | None, int]:
     """Starts a command whose processes are watched, and waits for its end: (what hung, or INCONCLUSIVE who ended it;
     its exit code)."""
-    write_json(directory / "recording.json", {"version": VERSION, "command": masked(command), **about})
+    about = {"command": masked(command), **about}
+    describe(directory, **about)
     path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
     more = {"ISOGRAD_VERIFY": str(directory.resolve()), "PYTHONPATH": path, **more}
     process = subprocess.Popen(command, env=os.environ | more)
     with _passed_on(process) as asked:
         hang = wait(process, directory, stall)
     own = process.returncode if process.returncode >= 0 else 128 - process.returncode  # as a shell tells a signal
-    ended = {"exit_code": own, "stalled": hang is not None}
-    write_json(directory / "recording.json", {"version": VERSION, "command": masked(command), **about, **ended})
+    describe(directory, **about, exit_code=own, stalled=hang is not None)
     if asked:
         told = f"{asked[0].name} was sent to isograd-verify, which passed it on: the run is not whole"
         hang, own = Finding(INCONCLUSIVE, "", told), own or 128 + asked[0]

@@ -40,7 +40,7 @@ from isograd_verify.errors import VerifyError
 from isograd_verify.judge.clips import bound
 from isograd_verify.judge.consequences import row
 from isograd_verify.record.events import Backward, Collective, Lost, Step
-from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
+from isograd_verify.record.recording import WEIGHTS, RankWriter, Recording, describe, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
 from isograd_verify.watch.calls import CACHE, GRAPH
@@ -287,16 +287,10 @@ def _combined(
                 raise
             return _together(alone, error, queue)
     writer.close()
-    about = {
-        "version": VERSION,
-        "layout": "1",
-        "replay": alone.replay,
-        "together": together,
-        "scale": scale,
-        "why": why,
-        "bound": first.about["bound"],
-    }
-    write_json(home / "recording.json", about | {"again": {} if together else fed})
+    describe(
+        home, layout="1", replay=alone.replay, together=together, scale=scale, why=why, bound=first.about["bound"],
+        again={} if together else fed,
+    )  # fmt: skip
     return Recording(home)
 
 

@@ -31,7 +31,7 @@ from isograd_verify.compare.compare import compare
 from isograd_verify.corpus import FRAMEWORKS, PROGRAMS, SEVERAL
 from isograd_verify.errors import VerifyError, did_you_mean
 from isograd_verify.io import tempdir
-from isograd_verify.record.recording import VERSION, Recording, write_json
+from isograd_verify.record.recording import Recording, describe
 from isograd_verify.run.attach import inspect
 from isograd_verify.run.ranks import LocalRanks
 from isograd_verify.tell.findings import BUG, NOTE, Finding, Subject
@@ -152,7 +152,7 @@ class Bench:
                 partial(record, name, argument, seed, str(place), beyond), timeout=120
             )
             layout = what.module.LAYOUT if size == what.module.WORLD else "1"
-            write_json(place / "recording.json", {"version": VERSION, "layout": layout})
+            describe(place, layout=layout)
         return Recording(place)
 
     def outcome(self, what: Planted, seed: int, beyond: int | None = None) -> Outcome:
