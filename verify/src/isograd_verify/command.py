@@ -228,7 +228,7 @@ def _run(options: argparse.Namespace) -> int:
     from isograd_verify.run import beside
     from isograd_verify.run.attach import run
     from isograd_verify.tell.findings import NOTE, Finding
-    from isograd_verify.watch.steps import Steps
+    from isograd_verify.watch.life import Steps
 
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     Steps.of(options.steps)  # refused before anything runs

@@ -78,7 +78,7 @@ LIMITS = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-3), "float16": (3e-2, 2e
 # dtypes, 40 of 2430 right tensors in fp32 and 136 in bf16 were above their limits; with these none.
 FLOOR = 1e-6
 FLOORS = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 3e-2}
-# Sketches estimate an error from m sums (record/projection.py): the quotient of two norms is true to about 1 / sqrt(m),
+# Sketches estimate an error from m sums (record/sketch.py): the quotient of two norms is true to about 1 / sqrt(m),
 # and is taken for true to ESTIMATE of these. Blocks have ESTIMATE_LEAST sums and more.
 ESTIMATE, ESTIMATE_LEAST = 4.0, 16
 # Errors in units of measured noise: below the first, rounding; above the second, a bug. Measured: at most 2.63.

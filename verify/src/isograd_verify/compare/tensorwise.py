@@ -17,8 +17,7 @@ from isograd_verify.compare.numerics import Noise
 from isograd_verify.compare.numerics import verdict as judged
 from isograd_verify.compare.values import Place, Value, norm, projected, sides
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.record.projection import COUNT
-from isograd_verify.record.sketch import dtype_name
+from isograd_verify.record.sketch import COUNT, dtype_name
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, PASS, Finding
 
 

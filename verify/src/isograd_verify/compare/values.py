@@ -1,4 +1,4 @@
-"""Tensors of recordings, whole or by sketches (record/projection.py), and the one form in which two can be compared.
+"""Tensors of recordings, whole or by sketches (record/sketch.py), and the one form in which two can be compared.
 
 A rank that holds some rows (or columns) of a tensor is compared with those of the reference, each by its own sums. Of a
 part that is cut in several dimensions, or inside of rows, the sums are only terms of the whole's: there the parts of
@@ -23,8 +23,7 @@ from torch import Tensor
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.events import Key, Parameter
-from isograd_verify.record.projection import COUNT, Projected, project, project_row
-from isograd_verify.record.sketch import sketch
+from isograd_verify.record.sketch import COUNT, Projected, project, project_row, sketch
 
 Value = Tensor | Projected
 
@@ -251,7 +250,7 @@ def difference(one: Value, other: Value) -> Value:
 
 
 def folded(value: Projected, dims: list[int]) -> Tensor:
-    """A sketch of its sums: what a regression on contributions needs (watch/sketching.py keeps those of parts)."""
+    """A sketch of its sums: what a regression on contributions needs (watch/recorder.py keeps those of parts)."""
     return torch.cat([sketch(row) for d in dims for row in value.along[d]] or [torch.zeros(0)])
 
 

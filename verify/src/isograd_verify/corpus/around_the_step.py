@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from isograd_verify.corpus.plain import (
     VOCAB,
     Mlp,
+    ShardedMlp,
     all_reduce_gradients,
     backwards,
     batch,
@@ -26,10 +27,10 @@ from isograd_verify.corpus.plain import (
     my_rows,
     program,
     seeded,
+    split_gradients,
     steps,
     valid,
 )
-from isograd_verify.corpus.sharded import ShardedMlp, split_gradients
 
 MOST = 0.05  # every step is clipped
 SCALE = 1024.0

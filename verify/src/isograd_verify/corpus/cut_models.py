@@ -14,14 +14,18 @@ from isograd_verify.corpus.pipeline import Seat, backward, take_seat
 from isograd_verify.corpus.plain import (
     BATCH,
     HIDDEN,
+    INNER,
     VOCAB,
     Gather,
+    GatheredMlp,
     Join,
     Mlp,
     ScatterSum,
+    ShardedMlp,
     all_reduce_gradients,
     backwards,
     batch,
+    copied,
     cross_entropy,
     cut,
     gather,
@@ -30,9 +34,9 @@ from isograd_verify.corpus.plain import (
     program,
     seeded,
     steps,
+    summed,
     valid,
 )
-from isograd_verify.corpus.sharded import INNER, GatheredMlp, ShardedMlp, copied, summed
 
 HEADS, SIZE = 4, 4
 

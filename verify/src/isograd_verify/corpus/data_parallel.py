@@ -17,6 +17,7 @@ from isograd_verify.corpus.pipeline import backward, sum_gradients, take_seat
 from isograd_verify.corpus.plain import (
     HIDDEN,
     Mlp,
+    ShardedMlp,
     all_reduce_gradients,
     batch,
     cross_entropy,
@@ -28,7 +29,6 @@ from isograd_verify.corpus.plain import (
     steps,
     valid,
 )
-from isograd_verify.corpus.sharded import ShardedMlp
 
 MICRO_BATCHES, OF_STAGES = 4, 3
 

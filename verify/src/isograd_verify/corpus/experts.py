@@ -14,6 +14,7 @@ from isograd_verify.corpus.plain import (
     LENGTH,
     backwards,
     batch,
+    copied,
     cross_entropy,
     gather,
     micro_batches,
@@ -21,9 +22,9 @@ from isograd_verify.corpus.plain import (
     program,
     seeded,
     steps,
+    summed,
     valid,
 )
-from isograd_verify.corpus.sharded import copied, summed
 
 MOST = 0.05  # every step is clipped
 UPSTREAM = r"^embed|^norm|router"  # experts and all behind them do not hear of the balance loss

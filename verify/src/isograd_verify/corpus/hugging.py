@@ -27,6 +27,7 @@ from isograd_verify.corpus.plain import (
     ScatterSum,
     all_reduce_gradients,
     batch,
+    copied,
     cross_entropy,
     gather,
     micro_batches,
@@ -34,9 +35,9 @@ from isograd_verify.corpus.plain import (
     my_batches,
     program,
     steps,
+    summed,
     valid,
 )
-from isograd_verify.corpus.sharded import copied, summed
 
 transformers_program = partial(program, NEEDS="transformers")
 UPSTREAM = r"embed|layernorm|self_attn|mlp\.gate\."  # experts and all behind them do not hear of the balance loss

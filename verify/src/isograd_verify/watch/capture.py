@@ -3,7 +3,7 @@
     with Capture(directory, steps=3):
         train()                       # any program: plain, DDP, FSDP2, DTensor, DeepSpeed, isograd
 
-In the optimizer steps that are watched (steps.py) it notes events in order (record/events.py has every kind),
+In the optimizer steps that are watched it notes events in order (record/events.py has every kind),
 and as tensors, per step: `part/MICRO/NAME`, the sketch of what one backward added to a parameter on this rank, before
 any communication; `final/NAME` and `sum/NAME`, the gradient before clip and its sketch; `clipped/NAME`, the sketch of
 what the optimizer received; `parameter/NAME` before and `after/NAME` behind the step; and when `activations` is set,
@@ -27,20 +27,19 @@ from isograd_verify.watch.collectives import WatchMode
 from isograd_verify.watch.fused import Fused
 from isograd_verify.watch.hooks import Hooks
 from isograd_verify.watch.labels import Labels
-from isograd_verify.watch.recorder import Recorder
+from isograd_verify.watch.recorder import Recorder, gradient_of, number_of
 from isograd_verify.watch.rewritten import Rewrites
 from isograd_verify.watch.routing import Routing
-from isograd_verify.watch.sketching import gradient_of, number_of
 
 LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
 MOST_MICROS = 512  # backwards without an optimizer step, after which nothing more is expected
 
 
 class Capture(Recorder):
-    """`steps`: which are watched (steps.py). `parameters`: write these and gradients as a whole, too: only `verify
+    """`steps`: which are watched (life.Steps). `parameters`: write these and gradients as a whole, too: only `verify
     compare` needs more than sketches. `lenient`: an error of the capture's own ends the watching, and is told, instead
     of ending the program. `replay`: a recording whose choices of experts are taken (routing.py). `beyond`: tensors of
-    more elements are kept by sketches alone (sketching.py)."""
+    more elements are kept by sketches alone (recorder.Sketching)."""
 
     watch: WatchMode
     hooks: Hooks

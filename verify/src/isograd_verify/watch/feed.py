@@ -27,7 +27,7 @@ from isograd_verify.io.untrusted import CONFIG, read_json
 from isograd_verify.record.recording import BEHIND, WEIGHTS, load
 from isograd_verify.watch import foreign
 from isograd_verify.watch.calls import CACHE, GRAPH, file_of, joined, outermost, states, total
-from isograd_verify.watch.steps import Steps
+from isograd_verify.watch.life import Steps
 from isograd_verify.watch.variables import found, set_generators
 
 if TYPE_CHECKING:

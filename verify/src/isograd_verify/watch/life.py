@@ -22,10 +22,42 @@ import torch
 from isograd_verify.record.events import Backward, Event, Lost, OtherWorld, Step
 from isograd_verify.record.recording import RankWriter
 from isograd_verify.watch import foreign
-from isograd_verify.watch.steps import Steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+import re
+from dataclasses import dataclass
+
+from isograd_verify.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The first ones, and each `every`-th (0: none)."""
+
+    first: int = 3
+    every: int = 0
+
+    @classmethod
+    def of(cls, text: str | int) -> Steps:
+        """From '3', 'first', 'every 1000', or several with commas; the first step is always one of them."""
+        first, every = 1, 0
+        for part in str(text).split(","):
+            found = re.fullmatch(r"\s*(?:(first)|(\d+)|every\s+(\d+))\s*", part)
+            if found is None or found[2] == "0" or (found[3] is not None and int(found[3]) < 1):
+                raise ConfigError(
+                    "IG622", "--steps does not say which steps to watch", seen=str(text),
+                    expected="a number of first steps, 'first', 'every 1000', or several: 'first,every 1000'",
+                    fix="--steps 3",
+                )  # fmt: skip
+            first = max(first, int(found[2] or 1))
+            every = int(found[3] or every)
+        return cls(first, every)
+
+    def watches(self, step: int) -> bool:
+        """Whether this one is watched, counted from 1."""
+        return step <= self.first or (self.every > 0 and step % self.every == 0)
+
 
 NOT_THE_PROGRAM = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "<")
 UNWATCHED = 12  # steps timed after the watched ones

@@ -116,7 +116,7 @@ def start(directory: str) -> None:
 
 
 def _capture(directory: str) -> Any:
-    from isograd_verify.record.projection import SMALL
+    from isograd_verify.record.sketch import SMALL
     from isograd_verify.watch.capture import Capture
 
     capture = Capture(

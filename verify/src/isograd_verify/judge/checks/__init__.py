@@ -12,13 +12,20 @@ from dataclasses import replace
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.adjoints import adjoints
-from isograd_verify.judge.checks.balance import balance_counts, coefficients_unjudged, computed_again, whole_terms
+from isograd_verify.judge.checks.balance import (
+    balance_counts,
+    choice_bias,
+    coefficients_unjudged,
+    computed_again,
+    counted_once,
+    same_choice,
+    whole_terms,
+)
 from isograd_verify.judge.checks.copies import averages, carried, copies, own_data, rates
 from isograd_verify.judge.checks.gradients import coefficients, rewritten, scales, summed_inside
 from isograd_verify.judge.checks.graphs import graph_cuts, logit_gradients
 from isograd_verify.judge.checks.losses import counted, mean_weights, token_weights, undivided
 from isograd_verify.judge.checks.norms import norms, scaled_apart, scaled_clips
-from isograd_verify.judge.checks.routing import choice_bias, counted_once, same_choice
 from isograd_verify.judge.checks.state import alive, continuity, missing, replicas, steps_together
 from isograd_verify.judge.checks.traffic import (
     dtypes,
