@@ -11,7 +11,7 @@ from isograd_verify.run.attach import run
 from isograd_verify.tell.findings import NOTE
 
 
-def told(subject):
+def events(subject):
     return {
         "verdict": subject.verdict,
         "findings": [

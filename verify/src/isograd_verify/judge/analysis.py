@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -35,7 +35,7 @@ from isograd_verify.record.events import (
     Step,
     micro_of,
 )
-from isograd_verify.record.recording import Recording
+from isograd_verify.record.recording import Kind, Recording
 from isograd_verify.tell.wording import axis_over, meanings, spread
 
 INSIDE = "the optimizer sums them inside its step, where they are not read"
@@ -54,15 +54,6 @@ class Observed:
     def own(self) -> int:
         """The first of the ranks."""
         return self.ranks[0]
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """One call of a cross-entropy: labels that counted, and the lowest and highest weight of a label's gradient."""
-
-    count: float
-    low: float
-    high: float
 
 
 class Analysis:
@@ -143,6 +134,15 @@ class Analysis:
                 dict, {n: {k: p for k, p in parts.items() if k[1] not in gone} for n, parts in self.parts.items()}
             )
 
+    def events(self, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
+        """(rank, event) of each event of a kind in this step."""
+        return ((record.rank, event) for record in self.recording.ranks for event in record.of(kind, self.step))
+
+    @cached_property
+    def learning(self) -> tuple[str, ...]:
+        """Parameters with a gradient."""
+        return tuple(name for name in self.names if self.info(name).gradient)
+
     @cached_property
     def names(self) -> list[str]:
         """Every parameter that some rank holds, in the order of the first rank's."""
@@ -177,8 +177,8 @@ class Analysis:
     @cached_property
     def summed_in_fp16(self) -> bool:
         """Whether backward reduced something in fp16, which has no numbers as small as a gradient's may be."""
-        events = [e for record in self.recording.ranks for e in record.of(Collective, self.step)]
-        return any(e.dtype == "float16" and e.phase == "backward" and e.op in REDUCING for e in events)
+        events = self.events(Collective)
+        return any(e.dtype == "float16" and e.phase == "backward" and e.op in REDUCING for _, e in events)
 
     @cached_property
     def largest_added(self) -> float:
@@ -255,8 +255,7 @@ class Analysis:
         its own, and copies are equal behind the step all the same. Where nothing sums them they drift apart."""
         events = [
             event
-            for record in self.recording.ranks
-            for event in record.of(Collective, self.step)
+            for _, event in self.events(Collective)
             if event.phase == "step" and event.op in (*REDUCING, "all_to_all") and event.numel > 1
         ]
         found: dict[str, Collective] = {}
@@ -275,7 +274,7 @@ class Analysis:
         pairs = [p for p in pairwise(self.recording.steps) if self.step in p][:1]
         learn = [n for n in self.names if self.info(n).trainable and self.info(n).gradient]
         owned = any(self.about[r][n].owned for n in learn for r in self.holders(n))
-        if any(event.by_hand for record in self.recording.ranks for event in record.of(Step, self.step)):
+        if any(event.by_hand for _, event in self.events(Step)):
             sets = [[self.about[r][n] for r in ranks] for n in learn for ranks in self.replica_sets(n)]
             moved = any(one.before != one.hash for copies in sets for one in copies)
             return moved and all(len({one.hash for one in copies}) == 1 for copies in sets)
@@ -396,18 +395,16 @@ class Analysis:
         return {n for n in self.names if len(self.replica_sets(n)) == 1 or self.covered(n)}
 
     @cached_property
-    def losses(self) -> dict[str, dict[Key, list[Weighed]]]:
+    def losses(self) -> dict[str, dict[Key, list[LabelWeight]]]:
         """By the place of its call, the one with the most labels first: every call of a cross-entropy. A schedule of
         torch's pipelining calls the loss once more on its first micro-batch, for shapes."""
-        found: dict[str, dict[Key, list[Weighed]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[str, dict[Key, list[LabelWeight]]] = defaultdict(lambda: defaultdict(list))
         seen: set[tuple[object, ...]] = set()
-        for record in self.recording.ranks:
-            for event in record.of(LabelWeight, self.step):
-                one = (record.rank, event.micro, event.site, event.labels, event.low, event.high)
-                if event.count and not (event.labels and one in seen):
-                    seen.add(one)
-                    weighed = Weighed(event.count, event.low, event.high)
-                    found[event.site][record.rank, event.micro].append(weighed)
+        for rank, event in self.events(LabelWeight):
+            one = (rank, event.micro, event.site, event.labels, event.low, event.high)
+            if event.count and not (event.labels and one in seen):
+                seen.add(one)
+                found[event.site][rank, event.micro].append(event)
         return dict(sorted(found.items(), key=lambda item: -sum(w.count for calls in item[1].values() for w in calls)))
 
     @cached_property
@@ -429,11 +426,9 @@ class Analysis:
     def data(self) -> dict[Key, str]:
         """What each rank was given in each micro-batch, as a hash of its contents."""
         found: dict[Key, str] = defaultdict(str)
-        for record in self.recording.ranks:
-            for event in record.of(ForwardInputs, self.step):
-                # Forward comes before the backward that gives a micro-batch its number.
-                hashes = (f"{name} {one.hash}" for name, one in event.tensors.items())
-                found[record.rank, event.forward] += ",".join(hashes)
+        for rank, event in self.events(ForwardInputs):  # forward comes before the backward that numbers a micro-batch
+            hashes = (f"{name} {one.hash}" for name, one in event.tensors.items())
+            found[rank, event.forward] += ",".join(hashes)
         return dict(found)
 
 
@@ -444,7 +439,7 @@ def put_back(analysis: Analysis) -> tuple[str, ...]:
     (the size of a group, the number of micro-batches) is no clip, and stays. A clip by hand is taken back as
     clip_grad_norm_ is, without a word."""
     early = [record.group(analysis.step, "early") for record in analysis.recording.ranks]
-    scaled = any(e.factor for record in analysis.recording.ranks for e in record.of(Rewritten, analysis.step))
+    scaled = any(e.factor for _, e in analysis.events(Rewritten))
     if not any(early) or (scaled and not clipped(analysis.recording, analysis.step)):
         return ()
     sums = [{**late, **before} for late, before in zip(analysis.sums, early, strict=True)]

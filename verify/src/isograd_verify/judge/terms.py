@@ -88,10 +88,9 @@ def terms(analysis: Analysis) -> dict[str, list[tuple[float, LossTerm]]]:
     """By its place in the program: (how often its micro-batch counts in the gradient, the term)."""
     share = step_shares(analysis)
     found: dict[str, list[tuple[float, LossTerm]]] = defaultdict(list)
-    for record in analysis.recording.ranks:
-        for event in record.of(LossTerm, analysis.step):
-            if (record.rank, event.micro) in share:
-                found[event.site].append((share[record.rank, event.micro], event))
+    for rank, event in analysis.events(LossTerm):
+        if (rank, event.micro) in share:
+            found[event.site].append((share[rank, event.micro], event))
     return dict(found)
 
 

@@ -16,7 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from isograd_verify.errors import VerifyError
-from isograd_verify.judge.checks.traffic import signature
+from isograd_verify.judge.checks.traffic import called, signature
 from isograd_verify.record.events import Collective
 from isograd_verify.record.recording import STEPS, RankRecord, Recording
 from isograd_verify.tell.findings import BUG, Finding
@@ -158,24 +158,15 @@ def _who(here: dict[int, Collective], verb: str, preposition: str) -> str:
 
 
 def _all_parted(recording: Recording) -> list[tuple[tuple[int, ...], int, dict[int, Collective]]]:
-    by_group: dict[tuple[int, ...], dict[int, list[Collective]]] = defaultdict(dict)
-    for record in recording.ranks:
-        for event in record.of(Collective):
-            if event.op not in ("send", "recv") and record.rank in event.group:
-                by_group[event.group].setdefault(record.rank, []).append(event)
-    return [p for group, members in by_group.items() if (p := _parted(group, members)) is not None]
-
-
-def _parted(
-    group: tuple[int, ...], members: dict[int, list[Collective]]
-) -> tuple[tuple[int, ...], int, dict[int, Collective]] | None:
-    """(group, number, who is there): the first collective of a group in which its members do not meet."""
-    calls = {rank: members.get(rank, []) for rank in group}
-    for number in range(max(map(len, calls.values()))):
-        here = {rank: events[number] for rank, events in calls.items() if number < len(events)}
-        if len(here) < len(group) or len({signature(e) for e in here.values()}) > 1:
-            return group, number, here
-    return None
+    """(group, number, who is there): of each group the first collective in which its members do not meet."""
+    found = []
+    for group, calls in called(recording).items():
+        for number in range(max(map(len, calls.values()))):
+            here = {rank: events[number] for rank, events in calls.items() if number < len(events)}
+            if len(here) < len(group) or len({signature(e) for e in here.values()}) > 1:
+                found.append((group, number, here))
+                break
+    return found
 
 
 def _at(record: RankRecord, where: dict[Path, str]) -> str:

@@ -28,7 +28,6 @@ Calls = dict[int, Function]  # by rank
 def adjoints(analysis: Analysis) -> Iterator[Finding]:
     """The backward of a function that gathers, sums or exchanges tensors is its adjoint."""
     told: set[str] = set()
-    names = tuple(n for n in analysis.names if analysis.info(n).gradient)
     later: Finding | None = None
     for calls in _together(analysis):
         first, axis = next(iter(calls.values())), axis_over(analysis.recording, tuple(calls))
@@ -47,7 +46,7 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
                 f"step {analysis.step}: {first.name} at {first.site} is the cross-entropy of logits that are cut over "
                 f"{axis}, and the gradient of a row, which sums to zero, sums to {left:.4g} for a label that weighs 1"
             )
-            yield Finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
+            yield Finding(BUG, "wrong-adjoint", sentence, tensors=analysis.learning, axis=axis, site=first.site)
         overflow = not math.isfinite(made + given + size)
         if right or overflow or first.site in told or not _linear(calls, parts):
             continue
@@ -57,7 +56,7 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
                 "given the same data, and each rank sends back another gradient to it: a later layer does not sum that "
                 "of its input"
             )
-            later = Finding(BUG, "input-unreduced", sentence, tensors=names, axis=axis, site=first.site)
+            later = Finding(BUG, "input-unreduced", sentence, tensors=analysis.learning, axis=axis, site=first.site)
             continue
         told.add(first.site)
         sentence = (
@@ -65,7 +64,7 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
             f"it made times what came back is {made:.6g} over the ranks, what it was given times what it sent back "
             f"{given:.6g}"
         )
-        yield Finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
+        yield Finding(BUG, "wrong-adjoint", sentence, tensors=analysis.learning, axis=axis, site=first.site)
     if later is not None:
         yield later
 

@@ -116,9 +116,8 @@ def carried(analysis: Analysis) -> Iterator[Finding]:
             f"between {spell(ranks)}, and the loss is made from it: each rank's is made from its own rows, one "
             f"device's from all rows; {how}"
         )
-        names = tuple(n for n in analysis.names if analysis.info(n).gradient)
         axis = axis_over(analysis.recording, ranks)
-        yield Finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=names, axis=axis, site=site)
+        yield Finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=analysis.learning, axis=axis, site=site)
 
 
 def _data_ranks(analysis: Analysis, ranks: tuple[int, ...]) -> bool:

@@ -45,7 +45,6 @@ def graph_cuts(analysis: Analysis) -> Iterator[Finding]:
         share = _share_of_one_loss(analysis, event.group) if how == OTHERS and counts is None else None
         if share is not None:
             if spread((share, 1.0)) > tolerances.FACTOR:
-                names = tuple(n for n in analysis.names if analysis.info(n).gradient)
                 sentence = (
                     f"step {analysis.step}: {event.op} at {site}{module} has no backward; every rank computes all of "
                     f"the loss (its labels and its value are the same on {axis}), so what each rank adds must be "
@@ -53,7 +52,7 @@ def graph_cuts(analysis: Analysis) -> Iterator[Finding]:
                 )
                 known = (("all of the loss", 1.0), ("here", share))
                 yield Finding(
-                    BUG, "cut-graph", sentence, tensors=names, axis=axis, coefficients=known, site=site
+                    BUG, "cut-graph", sentence, tensors=analysis.learning, axis=axis, coefficients=known, site=site
                 )  # fmt: skip
             continue
         if counts is None:
@@ -144,7 +143,6 @@ def logit_gradients(analysis: Analysis) -> Iterator[Finding]:
                 f"log_softmax's: its rows sum to {shift / size:.2g} of their size instead of 0, so something other "
                 "than cross-entropy uses log_softmax there"
             )
-            names = tuple(n for n in analysis.names if analysis.info(n).gradient)
             axis = axis_over(analysis.recording, analysis.all_ranks)
-            yield Finding(BUG, "log-softmax-uncorrected", sentence, tensors=names, axis=axis)
+            yield Finding(BUG, "log-softmax-uncorrected", sentence, tensors=analysis.learning, axis=axis)
             return

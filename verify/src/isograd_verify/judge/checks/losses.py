@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from isograd_verify import tolerances
-from isograd_verify.judge.analysis import Analysis, Weighed
+from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.terms import factor_from, reduced_twice, reference_tensor, shares, step_shares
 from isograd_verify.record.events import Backward, Key, LabelWeight, Loss, MeanWeight, Reached, Uncounted
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
@@ -66,9 +66,8 @@ def undivided(analysis: Analysis) -> Iterator[Finding]:
     """Losses that nobody can count are divided by the number of micro-batches, where each is a mean of its own."""
     told: dict[str, dict[Key, float]] = defaultdict(dict)
     share = step_shares(analysis) if analysis.micros > 1 and not analysis.losses else {}
-    for record in analysis.recording.ranks if share else ():
-        for event in record.of(Uncounted, analysis.step):
-            told[event.site][record.rank, event.micro] = event.weight
+    for rank, event in analysis.events(Uncounted) if share else ():
+        told[event.site][rank, event.micro] = event.weight
     for site, weights in told.items():
         total = sum(share.get(key, 0.0) * weight for key, weight in weights.items())
         if spread((total, float(analysis.micros))) <= tolerances.FACTOR:
@@ -77,20 +76,20 @@ def undivided(analysis: Analysis) -> Iterator[Finding]:
                 "nothing divides by their number: right for a sum over labels, wrong for a mean; "
                 "'isograd_verify.weigh' or a run on one device would decide"
             )
-            names = tuple(n for n in analysis.names if analysis.info(n).gradient)
             axis = "micro-batches"
-            yield Finding(INCONCLUSIVE, "accum-undivided", sentence, tensors=names, axis=axis, site=site)
+            yield Finding(INCONCLUSIVE, "accum-undivided", sentence, tensors=analysis.learning, axis=axis, site=site)
             return
 
 
-def _together(calls: list[Weighed], tolerance: float) -> list[Weighed]:
+def _together(calls: list[LabelWeight], tolerance: float) -> list[LabelWeight]:
     """Calls of one micro-batch whose labels have one weight (a loss in chunks) are one call."""
     low, high = min(w.low for w in calls), max(w.high for w in calls)
-    return [Weighed(sum(w.count for w in calls), low, high)] if spread((low, high)) <= tolerance else calls
+    count = sum(w.count for w in calls)
+    return [replace(calls[0], count=count, low=low, high=high)] if spread((low, high)) <= tolerance else calls
 
 
 def _one_loss(
-    analysis: Analysis, where: str, site: str, calls: dict[Key, list[Weighed]], share: dict[Key, float],
+    analysis: Analysis, where: str, site: str, calls: dict[Key, list[LabelWeight]], share: dict[Key, float],
     tolerance: float,
 ) -> Finding | None:  # fmt: skip
     number = {len(weighed) for weighed in calls.values()}
@@ -112,19 +111,18 @@ def _unequal(
     analysis: Analysis, where: str, site: str, weights: dict[Key, float], counts: dict[Key, float], tolerance: float
 ) -> Finding:
     """A mean of means where weights follow the counts; else labels may be weighed on purpose."""
-    trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
     follows, steps = own_counts(weights, counts, tolerance), analysis.recording.steps
     if not follows and analysis.step > steps[0] and not equal_on_ranks(weights, tolerance):
         first = Analysis(analysis.recording, steps[0])
         if first.losses and not any(f.bug in ("", "mean-of-means") for f in token_weights(first)):
-            return carried(analysis, f"a label of the loss{where}", weights, trainable, site)
+            return carried(analysis, f"a label of the loss{where}", weights, site)
     over, times, told, bars = differences(weights, counts)
     sentence = (
         f"step {analysis.step}: all gradients: a label's weight{where} differs by {times:.3g}x between {over} "
         f"({follows or 'and does not follow the numbers of labels: on purpose, or not'}: {told})"
     )
     verdict = BUG if follows else INCONCLUSIVE
-    return Finding(verdict, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars)
+    return Finding(verdict, "mean-of-means", sentence, tensors=analysis.learning, axis=over, coefficients=bars)
 
 
 def differences(
@@ -155,9 +153,7 @@ def own_counts(weights: dict[Key, float], counts: dict[Key, float], tolerance: f
     return ""
 
 
-def carried(
-    analysis: Analysis, what: str, weights: dict[Key, float], trainable: tuple[str, ...], site: str = ""
-) -> Finding:
+def carried(analysis: Analysis, what: str, weights: dict[Key, float], site: str = "") -> Finding:
     """Weights that were equal in the first step and follow no numbers now: ranks carry something from step to step."""
     each = {rank: next(w for (r, _), w in weights.items() if r == rank) for rank, _ in weights}
     sentence = (
@@ -166,7 +162,7 @@ def carried(
         "by, or multiplies with, a number that it carries from step to step and that is made from its own rows, or "
         "weighs its rows on purpose"
     )
-    return Finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=trainable, axis="ranks", site=site)
+    return Finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=analysis.learning, axis="ranks", site=site)
 
 
 def equal_on_ranks(weights: dict[Key, float], tolerance: float) -> bool:
@@ -176,7 +172,9 @@ def equal_on_ranks(weights: dict[Key, float], tolerance: float) -> bool:
     )
 
 
-def _means_over_all(analysis: Analysis, calls: dict[Key, list[Weighed]], share: dict[Key, float]) -> Iterator[Finding]:
+def _means_over_all(
+    analysis: Analysis, calls: dict[Key, list[LabelWeight]], share: dict[Key, float]
+) -> Iterator[Finding]:
     """The gradient is a multiple of the mean over all labels, and there are as many micro-batches, or ranks."""
     if _summed(analysis) or any(event.calls for r in analysis.recording.ranks for event in r.of(Reached)):
         return  # sums, or a loss that looks at other ranks' rows: its labels are counted on several ranks
@@ -197,8 +195,7 @@ def _means_over_all(analysis: Analysis, calls: dict[Key, list[Weighed]], share: 
         f"step {analysis.step}: all gradients are {total:.4g} times the mean over the step's labels, which is "
         f"{' or '.join(of.values())}; a run on one device would decide"
     )
-    trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
-    yield Finding(INCONCLUSIVE, bug, sentence, tensors=trainable, axis=" or ".join(of))
+    yield Finding(INCONCLUSIVE, bug, sentence, tensors=analysis.learning, axis=" or ".join(of))
 
 
 def _summed(analysis: Analysis) -> bool:
@@ -210,7 +207,6 @@ def _summed(analysis: Analysis) -> bool:
 def mean_weights(analysis: Analysis) -> Iterator[Finding]:
     """Every element of a mean weighs the same, over all ranks and micro-batches of the step."""
     told: set[tuple[str, float]] = set()  # what was told: a sum and what divides it are one mean
-    trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
     for term, (means, weights, tolerance) in _element_weights(analysis).items():
         if spread(weights.values()) <= tolerance:
             continue
@@ -228,12 +224,12 @@ def mean_weights(analysis: Analysis) -> Iterator[Finding]:
             if not any(mean.divided for mean in means.values()) or one not in told:
                 told.add(one)
                 yield Finding(
-                    BUG, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars, site=site
+                    BUG, "mean-of-means", sentence, tensors=analysis.learning, axis=over, coefficients=bars, site=site
                 )
             break
         else:
             if _equal_at_first(analysis, term) and not equal_on_ranks(weights, tolerance):
-                yield carried(analysis, f"an element of the sum or mean at {site}", weights, trainable, site)
+                yield carried(analysis, f"an element of the sum or mean at {site}", weights, site)
 
 
 def _equal_at_first(analysis: Analysis, term: str) -> bool:
@@ -263,9 +259,8 @@ def _mean_terms(analysis: Analysis, tolerance: float) -> Iterator[tuple[str, dic
     micro-batch with one weight (a loss in chunks) is one; with several weights (row by row, say) it is a mean of means
     on purpose, and no term."""
     terms: dict[str, dict[Key, list[MeanWeight]]] = defaultdict(lambda: defaultdict(list))
-    for record in analysis.recording.ranks:
-        for event in record.of(MeanWeight, analysis.step):
-            terms[event.term][record.rank, event.micro].append(event)
+    for rank, event in analysis.events(MeanWeight):
+        terms[event.term][rank, event.micro].append(event)
     for term, means in terms.items():
         if all(spread(one.weight for one in found) <= tolerance for found in means.values()):
             yield term, {key: _summed_up(found) for key, found in means.items()}

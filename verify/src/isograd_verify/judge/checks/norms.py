@@ -15,10 +15,9 @@ from isograd_verify.tell.wording import axis_over, spread
 
 def norms(analysis: Analysis) -> Iterator[Finding]:
     """All ranks use one norm, it counts every element once, and they clip by one factor."""
-    told = {r.rank: [e.value for e in r.of(Norm, analysis.step)] for r in analysis.recording.ranks}
-    reported = {rank: values[-1] for rank, values in told.items() if values}  # earlier ones may be of a step left out
+    reported = {rank: event.value for rank, event in analysis.events(Norm)}  # earlier ones may be of a step left out
     bars = _bars(reported)
-    names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+    names = analysis.learning
     omitted = _omits_experts(analysis, reported)
     if omitted:
         low, high = min(reported.values()), max(reported.values())
@@ -60,16 +59,14 @@ def _per_rank(analysis: Analysis, what: str, values: dict[int, float], names: tu
 
 def scaled_clips(analysis: Analysis) -> Iterator[Finding]:
     """Gradients are clipped when a gradient scaler has taken its factor from them."""
-    clips = [clip for record in analysis.recording.ranks for clip in record.of(ScaledClip, analysis.step)]
-    if clips:
-        one = clips[0]
+    one = next((clip for _, clip in analysis.events(ScaledClip)), None)
+    if one is not None:
         sentence = (
             f"step {analysis.step}: gradients are clipped at {one.bound:g} while the gradient scaler's factor "
             f"{one.scale:g} is still in them: that bounds them at {one.bound / one.scale:.3g}"
         )
-        names = tuple(n for n in analysis.names if analysis.info(n).gradient)
         bars = (("what the program says", 1.0), ("what it does", 1 / one.scale))
-        yield Finding(BUG, "clip-scaled", sentence, tensors=names, coefficients=bars, site=one.site)
+        yield Finding(BUG, "clip-scaled", sentence, tensors=analysis.learning, coefficients=bars, site=one.site)
 
 
 def scaled_apart(analysis: Analysis) -> Iterator[Finding]:
@@ -95,7 +92,7 @@ def scaled_apart(analysis: Analysis) -> Iterator[Finding]:
 def clipped_apart(analysis: Analysis, found: dict[Key, float]) -> bool:
     """Whether the contributions of each rank have a factor of its own, as after a clip by its own norm: the larger the
     norm that it reported, the smaller its factor, and factor x norm one number where both were clipped."""
-    reported = {r.rank: e.value for r in analysis.recording.ranks for e in r.of(Norm, analysis.step)}
+    reported = {rank: event.value for rank, event in analysis.events(Norm)}
     by_rank: dict[int, list[float]] = {}
     for (rank, _), value in found.items():
         by_rank.setdefault(rank, []).append(value)
@@ -114,7 +111,7 @@ def clipped_apart(analysis: Analysis, found: dict[Key, float]) -> bool:
 def clipped_early(analysis: Analysis, found: dict[Key, float]) -> bool:
     """Whether each rank has clipped before its last backward, and what was there by then counts less than the rest."""
     last = max(micro_of(m) for _, m in found)
-    events = [(r.rank, e.micro) for r in analysis.recording.ranks for e in r.of(Norm, analysis.step) if e.micro < last]
+    events = [(rank, event.micro) for rank, event in analysis.events(Norm) if event.micro < last]
     clip = {rank: max(micro for r, micro in events if r == rank) for rank, _ in events}
     behind = [value for (rank, m), value in found.items() if micro_of(m) > clip.get(rank, last)]
     before = [value for (rank, m), value in found.items() if micro_of(m) <= clip.get(rank, last)]

@@ -12,15 +12,12 @@ from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.axes import DATA, Axes
 from isograd_verify.record.events import REDUCING, Collective, Draw, RowSums, Step
+from isograd_verify.record.recording import Recording
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd_verify.tell.wording import axis_over, spell
 
 HALF = ("bfloat16", "float16")
 FEWEST = 64  # elements of an activation: with fewer, two masks may be equal by chance
-
-
-def _collectives(analysis: Analysis, rank: int) -> list[Collective]:
-    return analysis.recording.ranks[rank].of(Collective, analysis.step)
 
 
 def served_ranks(analysis: Analysis) -> tuple[int, ...]:
@@ -45,28 +42,29 @@ def order(analysis: Analysis) -> Iterator[Finding]:
     """Members of a group issue the same collectives in the same order."""
     if served_ranks(analysis):
         return
-    by_group: dict[tuple[int, ...], dict[int, list[Collective]]] = defaultdict(dict)
-    for rank in range(analysis.world):
-        for event in _collectives(analysis, rank):
-            if event.op not in ("send", "recv") and rank in event.group:
-                by_group[event.group].setdefault(rank, []).append(event)
-    for group, members in by_group.items():
-        if len(group) < 2:
-            continue
-        first = members.get(group[0], [])
+    for group, members in called(analysis.recording, analysis.step).items():
+        first = members[group[0]]
         for rank in group[1:]:
-            if _unseen(analysis, group, group[0], len(first)) or _unseen(
-                analysis, group, rank, len(members.get(rank, []))
-            ):
+            if any(_unseen(analysis, group, r, len(members[r])) for r in (group[0], rank)):
                 continue
-            for i, (a, b) in enumerate(zip_longest(first, members.get(rank, []))):
+            for i, (a, b) in enumerate(zip_longest(first, members[rank])):
                 if a is None or b is None or signature(a) != signature(b):
                     sentence = (
                         f"step {analysis.step}: collective {i + 1} over {spell(group)}: rank {group[0]} calls "
-                        f"{_spelled(a)}, rank {rank} calls {_spelled(b)}"
+                        f"{a or 'none'}, rank {rank} calls {b or 'none'}"
                     )
                     yield Finding(BUG, "order", sentence, axis=spell(group))
                     return
+
+
+def called(recording: Recording, step: int | None = None) -> dict[tuple[int, ...], dict[int, list[Collective]]]:
+    """By group: the collectives that each of its members called, in a step or in all."""
+    found: dict[tuple[int, ...], dict[int, list[Collective]]] = {}
+    for record in recording.ranks:
+        for event in record.of(Collective, step):
+            if event.op not in ("send", "recv") and record.rank in event.group:
+                found.setdefault(event.group, {rank: [] for rank in event.group})[record.rank].append(event)
+    return found
 
 
 def _unseen(analysis: Analysis, group: tuple[int, ...], rank: int, seen: int) -> bool:
@@ -114,18 +112,13 @@ def signature(event: Collective) -> tuple[object, ...]:
     return (event.op, event.dtype, event.numel if same_size else 0)
 
 
-def _spelled(event: Collective | None) -> str:
-    return "none" if event is None else str(event)
-
-
 def groups(analysis: Analysis) -> Iterator[Finding]:
     """Groups that reduce gradients are axes of some mesh: ranks at equal distances."""
     odd = {}
-    for rank in range(analysis.world):
-        for event in _collectives(analysis, rank):
-            g = event.group
-            if len(g) > 2 and event.covers and len({b - a for a, b in pairwise(g)}) > 1:
-                odd[tuple(g)] = event
+    for _, event in analysis.events(Collective):
+        g = event.group
+        if len(g) > 2 and event.covers and len({b - a for a, b in pairwise(g)}) > 1:
+            odd[tuple(g)] = event
     for group, event in odd.items():
         where = f"{event.op} at {event.site}"
         sentence = f"step {analysis.step}: {where} runs over {spell(group)}, which is no axis of a mesh"
@@ -144,8 +137,7 @@ def reduced_in_half(analysis: Analysis) -> list[Collective]:
     narrow = [{n for n, i in about.items() if i.gradient_dtype in HALF} for about in analysis.about]
     return [
         e
-        for rank in range(analysis.world)
-        for e in _collectives(analysis, rank)
+        for rank, e in analysis.events(Collective)
         if e.op in REDUCING
         and e.dtype in HALF
         and e.phase != "forward"
@@ -157,8 +149,8 @@ def reduced_in_half(analysis: Analysis) -> list[Collective]:
 def reductions(analysis: Analysis, smallest: int = 2) -> list[Collective]:
     """Collectives of the step that may have summed gradients, of at least so many elements."""
     kinds = ("all_reduce", "reduce_scatter", "reduce", "all_to_all", "send", "recv")
-    events = [e for rank in range(analysis.world) for e in _collectives(analysis, rank)]
-    return [e for e in events if e.op in kinds and e.phase in ("backward", "other", "step") and e.numel >= smallest]
+    phases = ("backward", "other", "step")
+    return [e for _, e in analysis.events(Collective) if e.op in kinds and e.phase in phases and e.numel >= smallest]
 
 
 def dtypes(analysis: Analysis) -> Iterator[Finding]:
@@ -168,7 +160,7 @@ def dtypes(analysis: Analysis) -> Iterator[Finding]:
         event = half[0]
         names = tuple(sorted({n for e in half for n in e.covers}))
         if not all(e.covers for e in half):  # packed buffers: which gradients were in them is not known
-            names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+            names = analysis.learning
         sentence = (
             f"step {analysis.step}: {len(half)} reductions of fp32 gradients ran in {event.dtype}: "
             f"{event.op} at {event.site}"
@@ -180,9 +172,8 @@ def dtypes(analysis: Analysis) -> Iterator[Finding]:
 def row_sums(analysis: Analysis) -> Iterator[Finding]:
     """The rows of one token id are summed without losing what is added."""
     lost: dict[str, list[tuple[float, int, RowSums]]] = defaultdict(list)
-    for record in analysis.recording.ranks:
-        for e in record.of(RowSums, analysis.step):
-            lost[e.module].append((e.error, record.rank, e))
+    for rank, e in analysis.events(RowSums):
+        lost[e.module].append((e.error, rank, e))
     for module, told in lost.items():
         worst = max(told, key=lambda one: one[:2])[2]
         names = tuple(n for n in analysis.names if n == f"{module}.weight".lstrip("."))
@@ -197,12 +188,11 @@ def row_sums(analysis: Analysis) -> Iterator[Finding]:
 def random_draws(analysis: Analysis) -> Iterator[Finding]:
     """Ranks that hold the same activation drop the same elements of it."""
     draws: dict[tuple[str, int, int], dict[int, Draw]] = defaultdict(dict)
-    for record in analysis.recording.ranks:
-        count: Counter[tuple[str, int]] = Counter()
-        for event in record.of(Draw, analysis.step):
-            key = (event.module, event.forward)
-            draws[(*key, count[key])][record.rank] = event
-            count[key] += 1
+    count: Counter[tuple[int, str, int]] = Counter()
+    for rank, event in analysis.events(Draw):
+        key = (rank, event.module, event.forward)
+        draws[(event.module, event.forward, count[key])][rank] = event
+        count[key] += 1
     apart: dict[str, tuple[int, ...]] = {}
     for (module, forward, _), by_rank in draws.items():
         for rank, event in by_rank.items():
@@ -224,10 +214,9 @@ def random_draws(analysis: Analysis) -> Iterator[Finding]:
 def shared_draws(analysis: Analysis) -> Iterator[Finding]:
     """Ranks that hold different activations drop different elements of them."""
     masks: dict[tuple[str, int, str], dict[int, Draw]] = defaultdict(dict)
-    for record in analysis.recording.ranks:
-        for event in record.of(Draw, analysis.step):
-            if event.mask and math.prod(event.shape) >= FEWEST:
-                masks[event.module, event.forward, event.mask].setdefault(record.rank, event)
+    for rank, event in analysis.events(Draw):
+        if event.mask and math.prod(event.shape) >= FEWEST:
+            masks[event.module, event.forward, event.mask].setdefault(rank, event)
     shared: dict[str, tuple[int, ...]] = {}
     for (module, _, _), by_rank in masks.items():
         if len({event.into for event in by_rank.values()}) > 1:
@@ -245,14 +234,13 @@ def shared_draws(analysis: Analysis) -> Iterator[Finding]:
 def replayed_draws(analysis: Analysis) -> Iterator[Finding]:
     """What a module makes of an input without a graph, it makes of it again with one: representations were cached."""
     apart: dict[str, int] = {}
-    for record in analysis.recording.ranks:
-        cached: dict[tuple[str, str], set[str]] = defaultdict(set)
-        for event in record.of(Draw, analysis.step):
-            key = (event.module, event.into)
-            if not event.graph:
-                cached[key].add(event.out)
-            elif key in cached and event.out not in cached[key]:
-                apart.setdefault(event.module, record.rank)
+    cached: dict[tuple[int, str, str], set[str]] = defaultdict(set)
+    for rank, event in analysis.events(Draw):
+        key = (rank, event.module, event.into)
+        if not event.graph:
+            cached[key].add(event.out)
+        elif key in cached and event.out not in cached[key]:
+            apart.setdefault(event.module, rank)
     if apart:
         names, rank = tuple(sorted(apart)), next(iter(apart.values()))
         sentence = (
