@@ -11,7 +11,7 @@ from isograd_verify.run.attach import run
 from isograd_verify.tell.findings import NOTE
 
 
-def events(subject):
+def told(subject):
     return {
         "verdict": subject.verdict,
         "findings": [

@@ -1,11 +1,5 @@
 """isograd-verify: the command line. Nothing of torch is imported before a command needs it.
 
-isograd-verify run -- torchrun --nproc-per-node 2 train.py any program, unmodified
-isograd-verify compare REFERENCE CANDIDATE                 two recordings
-isograd-verify bisect REFERENCE CANDIDATE ...              which of several recordings is the first wrong one
-isograd-verify merge WHOLE PART ...                        recordings of several nodes as one, judged
-isograd-verify bugs                                        the corpus: every bug, and what is said of it
-
 `isograd verify` is the same, and proves layouts of isograd's engine: isograd gives this module what it needs for that,
 by an argument, or by an entry point where `isograd-verify` is called.
 """

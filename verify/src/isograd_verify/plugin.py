@@ -1,10 +1,8 @@
 """A pytest plugin, registered by installing isograd-verify: a test's own training function, on ranks and watched.
 
-    @pytest.mark.isograd(ranks=2)
-    def test_my_training_step():
-        train(steps=2)          # on each of two ranks, in one gloo group; a bug of its gradients fails the test
-
-The function takes no fixtures: it runs in other processes, which import it by the name of its module.
+@pytest.mark.isograd(ranks=2)
+def test_my_training_step():
+    train(steps=2)          # on each of two ranks, in one gloo group; it takes no fixtures
 """
 
 from __future__ import annotations

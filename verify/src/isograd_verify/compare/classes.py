@@ -2,13 +2,9 @@
 
 The factor of a tensor is the number by which the reference's gradient must be multiplied to fit it best. A kind of
 parameter that each layer has (`blocks.*.norm1.weight`) has as many factors as there are layers. Their mean, over the
-mean of all other tensors' factors, is held against its noise, which is the largest of three:
-
-    the standard error of the quotient, from the differences among the tensors
-    beside an exact reference (prove.py): what the same quotient is in re-associated runs of one device, root mean
-        square; half of it from this kind alone, half from all kinds, for ten runs alone are few
-    a floor: a share of the format's eps
-
+mean of all other tensors' factors, is held against its noise, the largest of three: the standard error of the quotient,
+from the differences among the tensors; beside an exact reference (prove.py), the root mean square of the same quotient
+in re-associated runs of one device, half of it from all kinds, for ten runs alone are few; a share of the format's eps.
 A proof averages the factors over re-associated runs of the layout, which halves the noise.
 """
 

@@ -35,11 +35,9 @@ class Match:
 
 
 def contained(local: Tensor, whole: Tensor, directions: bool = False, share: float = 1.0) -> Match:
-    """Whether every row (or else every column) of a local activation is one of the reference's.
-
-    `directions`: compare rows up to their length, for gradients that are scaled differently until the step.
-    `share`: how many of the rows must be found; a layout's pads are rows of nobody's.
-    """
+    """Whether every row (or else every column) of a local activation is one of the reference's. `directions`: compare
+    rows up to their length, for gradients that are scaled differently until the step. `share`: how many of the rows
+    must be found; a layout's pads are rows of nobody's."""
     if not local.is_floating_point() or not whole.is_floating_point():
         return Match(True)
     for turn in (False, True):

@@ -72,9 +72,7 @@ def same_data(reference: Recording, candidate: Recording) -> list[Finding]:
     """Refuses to compare runs that saw different data; tells what is the same but for padding, or may well differ.
 
     Calls without a backward count if the runs agree with them: rows without a label are data, and what a pipeline's
-    stage learned its shapes from is none. Where a backward has reached no call whose data were seen, the calls that it
-    has reached agree about nothing.
-    """
+    stage learned its shapes from is none."""
     first: VerifyError | None = None
     for only in ((False, False), (False, True), (True, True), (True, False)):
         theirs, ours = (contents(run, reached) for run, reached in zip((reference, candidate), only, strict=True))

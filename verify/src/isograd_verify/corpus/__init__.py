@@ -1,13 +1,12 @@
 """The corpus: one small program per bug, in plain torch.distributed, right or wrong by one argument.
 
-Each module, or each `program` of one with several, tells its story in the docstring and has
+Each `program` of a module, or a module, tells its story in the docstring and has
 
     WORLD, LAYOUT     how many ranks, and what the layout's axes are called
     AXIS, TENSORS     what the diagnosis must name: the axis (or "ranks", "micro-batches"), and a pattern of tensors
     train(bug, seed)  the program; on one rank it is the one-device reference
-    ALONE             in few: nothing is wrong with the gradients of what the ranks were given, so what is said of the
-                      program alone is looked at
     BUGS              in few, for AXIS and TENSORS: those of each of several bugs, which `bug` names
+    ALONE             in few: the gradients are right for what the ranks were given; the program is judged by itself
     NEEDS             in few: the package of which it is a user's program
 """
 

@@ -51,9 +51,8 @@ def norm_of(model: ShardedMlp, copies: bool, alone: bool) -> Tensor:
 def clip_per_rank(bug: bool, seed: int) -> None:
     """Each tensor-parallel rank clips by the norm of its own part.
 
-    BLOOM ran so for 17,000 iterations; DeepSpeed #8469 and torchtitan #596 are of the kind. Replicated tensors are
-    rightly counted on one rank only, but the squares are never summed over the ranks: each scales by a factor of
-    its own."""
+    BLOOM ran so for 17,000 iterations; DeepSpeed #8469, torchtitan #596. Replicated tensors are rightly counted on one
+    rank only, but the squares are never summed over the ranks: each scales by a factor of its own."""
     model = seeded(ShardedMlp, seed)
     model.shard()
     for _ in backwards(model, seed, lr=1.0):
@@ -149,9 +148,8 @@ def overflow_alone(bug: bool, seed: int) -> None:
 def rates_differ(bug: bool, seed: int) -> None:
     """The learning rate is warmed up by tokens, and each rank counts its own.
 
-    Gradients are summed and equal on all ranks, and each rank makes another step of them: copies drift apart from
-    the first step on. The same happens with a scheduler that looks at this rank's loss, and with one that only rank
-    0 steps."""
+    Gradients are equal on all ranks, and each rank makes another step of them. The same happens with a scheduler that
+    looks at this rank's loss, and with one that only rank 0 steps."""
     model = seeded(Mlp, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = 0

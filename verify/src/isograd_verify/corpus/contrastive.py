@@ -110,8 +110,7 @@ def cache_rng(bug: bool, seed: int) -> None:
     """Representations are cached without a graph, and the replay with one drops other elements.
 
     GradCache, and sentence-transformers #3862: the gradient of a cached representation is handed to another one,
-    because the state of the random generator was not brought back for the replay. Nothing is missing, everything is
-    a little wrong."""
+    because the state of the random generator was not brought back for the replay. Everything is a little wrong."""
     model = seeded(Towers, seed, 0.3)
     for step in steps(model):
         cached = []
@@ -140,9 +139,8 @@ class Interleaved(Towers):
 def loss_labels_shifted(bug: bool, seed: int) -> None:
     """Each rank's documents and hard negatives are gathered together, labels count documents alone.
 
-    sentence-transformers #3453: candidates come as documents and negatives of rank 0, then those of rank 1; the
-    label of a row is still its number among all documents. From the second rank on, rows are drawn to other rows'
-    negatives."""
+    sentence-transformers #3453: candidates come as documents and negatives of rank 0, then those of rank 1. From the
+    second rank on, rows are drawn to other rows' negatives."""
     model = seeded(Interleaved if bug else Towers, seed)
     for step in steps(model):
         logits = model(*mine(seed + step))

@@ -169,9 +169,9 @@ def ulysses_permute(bug: bool, seed: int) -> None:
 def gather_backward_sum(bug: bool, seed: int) -> None:
     """The backward of an all-gather sums over the ranks, though what follows is the same on each.
 
-    Found in Megatron-Bridge (Megatron-LM #7452). A reduce-scatter is the adjoint of an all-gather whose copies are
-    used differently; of identical uses it sums tp equal gradients. All that lies before the gather gets tp times
-    its gradient."""
+    Megatron-Bridge (Megatron-LM #7452). A reduce-scatter is the adjoint of an all-gather whose copies are used
+    differently; of identical uses it sums tp equal gradients: all that lies before the gather gets tp times its
+    gradient."""
     model = seeded(GatheredMlp, seed)
     model.shard()
     model.gather = Gather.apply if bug else Join.apply
@@ -201,9 +201,8 @@ def shifted(ids: Tensor) -> Tensor:
 def border_labels_lost(bug: bool, seed: int) -> None:
     """Labels are shifted by one after the sequence was cut, inside each rank's part of it.
 
-    A model that shifts its own labels, as those of transformers do, is given its shard: the last token of every
-    shard has no next one there, and its target is lost. No shape tells, the loss is a mean of right losses, and it
-    falls as before."""
+    A model that shifts its own labels, as those of transformers do, is given its shard: the last token of every shard
+    has no next one there, and its target is lost. No shape tells, and the loss falls as before."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(UlyssesModel, seed)
     for step in steps(model):
@@ -229,9 +228,8 @@ class Model(ShardedMlp):
 def norm_dropout_rng(bug: bool, seed: int) -> None:
     """Ranks that hold copies of the residual stream drop different elements of it.
 
-    BLOOM found its norms drifting apart over the tensor-parallel ranks: the random states differed where
-    activations are replicated. Each rank's layers work on an input of their own, and the sum of their outputs
-    belongs to none."""
+    BLOOM found its norms drifting apart over the tensor-parallel ranks: the random states differed where activations
+    are replicated. Each rank's layers work on an input of their own, and the sum of their outputs belongs to none."""
     model = seeded(Model, seed)
     model.shard()
     for step in steps(model):
@@ -319,10 +317,10 @@ def scatter(seat: Seat, bug: bool) -> None:
 def tie_after_scatter(bug: bool, seed: int) -> None:
     """A tied weight is summed over its stages after its gradient was scattered to different owners.
 
-    Megatron-LM #844. The weight lies at the end of the first stage's buffer and at the front of the last one's, so
-    that the reduce-scatter, in place, leaves its sum on another data rank of each. What the sum over the stages
-    then adds on the owner's side is what a rank that owns nothing of it had left: contributions count 1, 0, 1, 2.
-    examples/tied_pipeline.py prints it step by step."""
+    Megatron-LM #844. The weight lies at the end of the first stage's buffer and at the front of the last one's, so that
+    the reduce-scatter, in place, leaves its sum on another data rank of each. What the sum over the stages then adds is
+    what a rank that owns nothing of it had left: contributions count 1, 0, 1, 2 (examples/tied_pipeline.py, step by
+    step)."""
     seat = take_seat(seed)
     for step in steps(seat.model):
         count = float(valid(batch(seed + step)[1]))

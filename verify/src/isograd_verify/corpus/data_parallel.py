@@ -138,9 +138,8 @@ def pp_scale(bug: bool, seed: int) -> None:
 def same_data(bug: bool, seed: int) -> None:
     """Every DDP rank reads the whole data set from its beginning, because the loader has no DistributedSampler.
 
-    All ranks compute the same gradient, and their mean is that gradient. The loss falls, every check of sums
-    agrees, and the run is as good as one on one rank, at the price of all. No run on one device is at fault, so
-    none is compared: what one rank alone is given is what each of these ranks is given."""
+    All ranks compute the same gradient, and their mean is that gradient: the run is as good as one on one rank, at the
+    price of all. What one rank alone is given is what each of these ranks is given, so none is compared."""
     rank, world = dist.get_rank(), dist.get_world_size()
     data = TensorDataset(*(torch.cat(parts) for parts in zip(batch(seed), batch(seed + 1), strict=True)))
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] | None = None
@@ -162,10 +161,9 @@ def same_data(bug: bool, seed: int) -> None:
 def dead_model(bug: bool, seed: int) -> None:
     """The weights were never loaded, all are zero, and the run goes on.
 
-    A model that was made without memory (the meta device) gets memory, the names in the file do not fit, and
-    loading leaves out what does not fit. Every matrix times zero is zero, and so is its gradient: whatever the
-    layout, gradients are equal, so a comparison of two such runs passes. The loss is ln V and falls a little, by
-    the bias of the head alone."""
+    The names in the file do not fit, and loading leaves out what does not fit. Every matrix times zero is zero, and so
+    is its gradient: whatever the layout, gradients are equal. The loss is ln V and falls a little, by the head's
+    bias."""
     world = dist.get_world_size()
     stored = seeded(Mlp, seed).state_dict()
     if bug:
@@ -193,9 +191,8 @@ class Body(Mlp):
 def copies_begin_apart(bug: bool, seed: int) -> None:
     """A value head is made beside a wrapped model, on each rank from a random state of its own.
 
-    DDP broadcasts what it wraps, so the body is one model. The head is not in it: each rank trains a head of its
-    own, by its own data, and rank 0's is saved. Nothing is averaged that should not be, every rank's gradient is
-    its own loss's."""
+    DDP broadcasts what it wraps, so the body is one model. Each rank trains a head of its own, by its own data, and
+    rank 0's is saved."""
     rank, world = dist.get_rank(), dist.get_world_size()
     body = DistributedDataParallel(seeded(Body, seed))
     torch.manual_seed(seed + (100 * rank if bug else 0))

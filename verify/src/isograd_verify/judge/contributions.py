@@ -30,12 +30,10 @@ class Fit:
 
     @property
     def each(self) -> tuple[float, ...]:
-        """The coefficients that a single contribution may have, the largest first.
+        """The coefficients that a single contribution may have, the largest first, and which fit all classes.
 
         Equal contributions of n ranks have one coefficient together. They may be copies of one number, of which one
-        counts, or parts of the gradient that happen to be equal, of which all n count; or copies of such parts. Only
-        what fits all classes is in the list.
-        """
+        counts, or parts of the gradient that happen to be equal, of which all n count; or copies of such parts."""
         found: list[float] = []
         for i, (first, total) in enumerate(self.coefficients.items()):
             possible = [total / k for k in range(1, len(self.classes[first]) + 1) if len(self.classes[first]) % k == 0]

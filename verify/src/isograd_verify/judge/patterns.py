@@ -159,10 +159,8 @@ def bug_of(
     symptom: Symptom, names: Collection[str], everything: bool, sizes: Collection[int], of: Collection[str]
 ) -> str:
     """The id in the corpus that a pattern over these tensors speaks of; '' when it fits none, or more than one.
-
     `everything`: all tensors that could show it do. `sizes`: the sizes of the groups that were seen. `of`: what the
-    factor may have come from (wording.meanings).
-    """
+    factor may have come from (wording.meanings)."""
     kinds = classes_of(names)
     if symptom.kind == UNREDUCED:
         if everything and kinds not in ("norms", "q/k norms", "adapters"):

@@ -1,7 +1,5 @@
 """isograd-verify run: start a command, watch every Python process in it that trains, report when it ends or stalls.
 
-    isograd-verify run -- torchrun --nproc-per-node 4 train.py --its own --arguments
-
 The program is not edited and its output is not touched. Its own exit code is returned when it is not zero.
 """
 

@@ -1,9 +1,4 @@
-"""Runs programs of the corpus under capture: the one-device reference, the bug, its clean twin; says what is found.
-
-isograd-verify bugs                       every bug once
-isograd-verify bugs --seeds 20 NAME ...   some of them, with many seeds
-isograd-verify bugs --seeds 20 --log FILE what FILE has is not run again: stopped, it goes on
-"""
+"""Runs programs of the corpus under capture: the one-device reference, the bug, its clean twin; says what is found."""
 
 from __future__ import annotations
 

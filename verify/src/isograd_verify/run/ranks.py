@@ -1,9 +1,4 @@
-"""Local ranks for the corpus: processes that are started once, meet in a folder, and run one function after another.
-
-ranks = LocalRanks(2)
-values = ranks.run(train, "dp2")     # train("dp2") on both; what each returned
-ranks.close()
-"""
+"""Local ranks for the corpus: processes that are started once, meet in a folder, and run one function after another."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What the verifier says: findings, gathered by subject (one layout, or one watched run).
 
 Three verdicts, never merged: PASS (compared, and equal to rounding), BUG (shown to be wrong), INCONCLUSIVE (could not
-be told, with the reason). A report is ok only when every subject passed. It prints as a table, and `data()` is the
-plain JSON that `--json` writes and the HTML page is drawn from.
+be told, with the reason).
 """
 
 from __future__ import annotations

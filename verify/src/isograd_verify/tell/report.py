@@ -1,7 +1,4 @@
-"""A report: subjects and their verdict, as plain JSON data and for the terminal.
-
-The terminal shows layouts against classes of parameters, the worst error, the verdict, and the sentences.
-"""
+"""A report: subjects and their verdict, as plain JSON data and for the terminal."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
 """Watches one rank of a running program, without changing it, and writes its part of a recording.
 
-    with Capture(directory, steps=3):
-        train()                       # any program: plain, DDP, FSDP2, DTensor, DeepSpeed, isograd
-
-In the optimizer steps that are watched it notes events in order (record/events.py has every kind),
-and as tensors, per step: `part/MICRO/NAME`, the sketch of what one backward added to a parameter on this rank, before
-any communication; `final/NAME` and `sum/NAME`, the gradient before clip and its sketch; `clipped/NAME`, the sketch of
-what the optimizer received; `parameter/NAME` before and `after/NAME` behind the step; and when `activations` is set,
+In the optimizer steps that are watched it notes events in order (record/events.py has every kind), and as tensors, per
+step: `part/MICRO/NAME`, the sketch of what one backward added to a parameter on this rank, before any communication;
+`final/NAME` and `sum/NAME`, the gradient before clip and its sketch; `clipped/NAME`, the sketch of what the optimizer
+received; `parameter/NAME` before and `after/NAME` behind the step; and when `activations` is set,
 `in|out|back/MICRO/NUMBER/MODULE#CALL`. How each is obtained is told beside each hook in hooks.py.
 """
 
@@ -99,10 +96,8 @@ class Capture(Recorder):
 
     def snapshot(self, gradients: dict[str, Tensor] | None = None, talk: bool = True) -> None:
         """The gradients as they are before clip: taken where clipping is called, else at the optimizer's door.
-
         `gradients`: whole ones that an engine gives by name; else every parameter's own `grad`. `talk`: the other
-        ranks are here too, so a DTensor may be brought into place.
-        """
+        ranks are here too, so a DTensor may be brought into place."""
         if self.snapped:
             return
         self.snapped = True

@@ -1,9 +1,5 @@
 """Sees every operator of a running program through a dispatch mode, and notes the few kinds that matter.
 
-    collectives       op, members, dtype, bytes, call site, module, phase; whether it cut the autograd graph
-    token losses      how many labels counted, and the weight each label's gradient got
-    random draws      which module drew, so that replicas can be held to equal masks
-
 Everything else passes through. DTensors are sent on to their own rule first, so what they do to real tensors is seen.
 """
 

@@ -1,7 +1,6 @@
-"""Checks that need no reference: properties that every right program has, whatever it computes.
+"""Checks that need no reference: properties that every right program has, whatever it computes (docs/verify.md).
 
-Each check is a function of an Analysis (one step of a recording) that yields findings; `check` runs them all, step by
-step. docs/verify.md shows each with the bug it caught; `isograd-verify bugs` shows each fire and stay silent.
+Each is a function of an Analysis (one step of a recording) that yields findings; `check` runs them, step by step.
 """
 
 from __future__ import annotations

@@ -109,9 +109,8 @@ def _scale(term: LossTerm, coefficient: float, experts: float) -> float:
 def computed_again(analysis: Analysis) -> Iterator[Finding]:
     """What every micro-batch of one loss adds as a whole counts once, and not once for each of them.
 
-    Contrastive losses accumulate so: each micro-batch computes the whole loss, with a graph for its own rows. Gradients
-    of rows add up to one; that of the loss itself (its temperature) is added whole every time.
-    """
+    So contrastive losses accumulate: each micro-batch computes the whole loss, with a graph for its own rows. Gradients
+    of rows add up to one; that of the loss itself (its temperature) is added whole every time."""
     if not _one_loss(analysis):
         return
     whole: dict[str, float] = {}

@@ -251,11 +251,8 @@ def replayed_draws(analysis: Analysis) -> Iterator[Finding]:
 
 
 def _data_ranks(analysis: Analysis, one: int, other: int, forward: int) -> bool:
-    """Whether two ranks work on different data, and drop what they like, of a learned tensor too.
-
-    The layout says so, else their data; ranks that were given the same data are data ranks if what each of them adds
-    to the parameters that both hold is summed.
-    """
+    """Whether two ranks work on different data, and drop what they like: by the layout, else by their data; ranks that
+    were given the same data are data ranks if what each of them adds to the parameters that both hold is summed."""
     text = str(analysis.recording.about.get("layout", ""))
     if text:
         here, there = (Axes.parse(text, analysis.recording.world).coordinates(rank) for rank in (one, other))
