@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from isograd_verify.errors import VerifyError
-from isograd_verify.record.recording import describe, finished
+from isograd_verify.record.recording import describe, ranks_so_far
 from isograd_verify.run.attach import inspect
 from isograd_verify.tell.report import Report
 from isograd_verify.watch import foreign
@@ -63,12 +63,15 @@ class watching:
         if self.rank:
             return
         until = time.monotonic() + PATIENCE
-        while finished(self.directory) < self.world and time.monotonic() < until:
+        while time.monotonic() < until and self._finished() < self.world:
             time.sleep(0.1)
         self.directory.mkdir(parents=True, exist_ok=True)
         describe(self.directory, layout=self.layout)
         self.report = Report("isograd_verify.watching()", [inspect(self.directory)])
         print(self.report, flush=True)
+
+    def _finished(self) -> int:
+        return sum(bool(about.get("finished")) for about in ranks_so_far(self.directory).values())
 
     def __enter__(self) -> Self:
         self.start()

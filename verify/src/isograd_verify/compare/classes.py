@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from isograd_verify import tolerances
+from isograd_verify.compare.numerics import verdict
 from isograd_verify.compare.values import Place, Value, numbers, sides
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.tell.findings import BUG, INCONCLUSIVE, PASS, Finding, kind
+from isograd_verify.tell.findings import PASS, Finding, kind
 
 Fitted = dict[str, tuple[float, float]]  # by tensor: its factor, and what is left, relative to the gradient
 
@@ -119,16 +120,14 @@ def _shift(
     factor = _quotient(found, kinds[of], rest[of])
     scatter = (_error(found, kinds[of]) ** 2 + _error(found, rest[of]) ** 2) ** 0.5
     if not runs:
-        (low, high), noise = tolerances.KIND_PAIR, max(scatter, tolerances.KIND_PAIR_FLOOR * eps)
+        limits, noise = tolerances.KIND_PAIR, max(scatter, tolerances.KIND_PAIR_FLOOR * eps)
     else:
         seen = [{n: (run[n], found[n][1]) for n in names} for run in runs]
         squares = {k: statistics.fmean((_quotient(s, kinds[k], rest[k]) - 1) ** 2 for s in seen) for k in kinds}
         measured = ((squares[of] + statistics.fmean(squares.values())) / 2) ** 0.5
         noise = max(scatter, tolerances.KIND_AVERAGED * measured, tolerances.KIND_FLOOR * eps)
-        low, high = tolerances.KIND
-    ratio = abs(factor - 1) / noise
-    verdict = PASS if ratio <= low else INCONCLUSIVE if ratio <= high else BUG
-    return Shift(of, tuple(kinds[of]), factor, noise, verdict)
+        limits = tolerances.KIND
+    return Shift(of, tuple(kinds[of]), factor, noise, verdict(abs(factor - 1) / noise, limits))
 
 
 def _quotient(found: Fitted, names: list[str], others: list[str]) -> float:

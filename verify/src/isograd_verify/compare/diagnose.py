@@ -314,7 +314,7 @@ def _by_shape(found: Value | None, expected: Value | None) -> tuple[Symptom, dic
             f"right in {int((right & used).sum())} of {len(mine)} rows, wrong in rows {rows}: cuts disagree",
         )
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
-        permuted = _same_numbers(mine.flatten(), theirs.flatten(), size)
+        permuted = _same_rows(mine.reshape(-1, 1), theirs.reshape(-1, 1), size)
     else:
         ours, reference = projected(found), projected(expected)
         both = ours.along.keys() & reference.along.keys()
@@ -332,13 +332,7 @@ def _rows(value: Value) -> Tensor | None:
     return value.along[0].T if 0 in value.along else None
 
 
-def _same_numbers(mine: Tensor, theirs: Tensor, size: float) -> bool:
-    return torch.allclose(
-        mine.sort().values, theirs.sort().values, rtol=tolerances.PERMUTED, atol=tolerances.PERMUTED_SMALL * size
-    )
-
-
 def _same_rows(mine: Tensor, theirs: Tensor, size: float) -> bool:
-    """Whether rows of sums are the same ones in another order."""
+    """Whether rows of numbers are the same ones in another order."""
     first, second = (rows[rows[:, 0].argsort()] for rows in (mine, theirs))
     return torch.allclose(first, second, rtol=tolerances.PERMUTED, atol=tolerances.PERMUTED_SMALL * size)

@@ -206,9 +206,9 @@ def merge(whole: Path, parts: list[Path]) -> None:
     write_json(whole / "recording.json", about)
 
 
-def finished(path: Path) -> int:
-    """How many ranks have closed their part of a recording that may still be written."""
-    return sum(bool(_read_json(about).get("finished")) for about in path.glob("rank-*/rank.json"))
+def ranks_so_far(path: Path) -> dict[Path, dict[str, Any]]:
+    """rank.json of each rank of a recording that may still be written, by its folder."""
+    return {about.parent: _read_json(about) for about in sorted(path.glob("rank-*/rank.json"))}
 
 
 def _read_rank(directory: Path) -> RankRecord:

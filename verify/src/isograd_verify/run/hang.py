@@ -18,7 +18,7 @@ from pathlib import Path
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.checks.traffic import called, signature
 from isograd_verify.record.events import Collective
-from isograd_verify.record.recording import STEPS, RankRecord, Recording
+from isograd_verify.record.recording import STEPS, RankRecord, Recording, ranks_so_far
 from isograd_verify.tell.findings import BUG, Finding
 from isograd_verify.tell.wording import spell
 from isograd_verify.watch.foreign import ENGINE
@@ -55,21 +55,14 @@ def wait(process: subprocess.Popen[bytes], directory: Path, stall: float) -> Fin
 
 def watching(directory: Path) -> bool:
     """Whether some rank's capture is still under way: later only optimizer steps are counted."""
-    return any('"watching": true' in path.read_text() for path in directory.glob("rank-*/rank.json"))
+    return any(about.get("watching") for about in ranks_so_far(directory).values())
 
 
 def _progress(directory: Path) -> tuple[float, list[bytes]]:
     """When the last event was written, and the counts of optimizer steps of the ranks that have not finished."""
     written = max((log.stat().st_mtime for log in directory.glob("rank-*/events.jsonl")), default=0.0)
-    homes = [path for path in sorted(directory.glob("rank-*")) if '"finished": false' in _about(path)]
+    homes = [home for home, about in ranks_so_far(directory).items() if not about.get("finished")]
     return written, [(home / STEPS).read_bytes() for home in homes if (home / STEPS).exists()]
-
-
-def _about(home: Path) -> str:
-    try:
-        return (home / "rank.json").read_text()
-    except FileNotFoundError:
-        return ""
 
 
 OURS = r"/torch/|/isograd_verify/(?!corpus)|^<|contextlib|threading\.py"
@@ -88,17 +81,12 @@ def _stuck(stacks: dict[Path, str]) -> bool:
 def stacks(directory: Path) -> dict[Path, str]:
     """Each rank's main stack, as the rank itself writes it when it is sent the signal that it has a handler for."""
     sizes = {path: path.stat().st_size for path in directory.glob("rank-*/stacks.txt")}
-    for path in sizes:
-        pid = _pid(path.parent)
-        if pid in processes(directory):
-            os.kill(pid, signal.SIGUSR2)
+    running = processes(directory)
+    for home, about in ranks_so_far(directory).items():
+        if home / "stacks.txt" in sizes and about.get("pid") in running:
+            os.kill(about["pid"], signal.SIGUSR2)
     time.sleep(0.5)
     return {path.parent: path.read_text()[size:] for path, size in sizes.items()}
-
-
-def _pid(home: Path) -> int:
-    found = re.search(r'"pid": (\d+)', (home / "rank.json").read_text())
-    return int(found[1]) if found else 0
 
 
 def place(stack: str) -> str:
@@ -190,7 +178,7 @@ def processes(directory: Path) -> set[int]:
     mark = f"ISOGRAD_VERIFY={directory.resolve()}\0".encode()
     found = set()
     if not os.path.isdir("/proc/self"):
-        return {pid for home in directory.glob("rank-*") if (pid := _pid(home)) and alive(pid)}
+        return {pid for about in ranks_so_far(directory).values() if (pid := int(about.get("pid", 0))) and alive(pid)}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (entry / "environ").read_bytes() and int(entry.name) != os.getpid():
