@@ -68,8 +68,7 @@ def registered() -> EngineProof | None:
 
 
 def command(words: list[str], prog: str, proof: EngineProof | None) -> int:
-    """One command, as words behind `prog`. `proof`: of the engine that calls this; None: look for one that is
-    registered."""
+    """One command, as words behind `prog`. `proof`: of the engine that calls this, else one that is registered."""
     verb = words[0] if words and words[0] in VERBS else ""
     rest = words[1:] if verb else words
     if not verb:

@@ -71,8 +71,7 @@ def turn(one: Recording, step: int) -> Recording:
 
 
 def one_model(one: Recording, candidate: Recording) -> None:
-    """One device has all of the model: a program that cuts it by a number of ranks of its own, which is not the
-    world's, has a part there."""
+    """One device has all of the model, not a part that a number of ranks of the program's own cuts."""
     steps = [next(iter(record.of(Step, 1)), None) for record in candidate.ranks]
     for name, about in one.ranks[0].of(Step, 1)[0].parameters.items():
         held = [step.parameters[name] for step in steps if step is not None and name in step.parameters]
@@ -146,8 +145,7 @@ def at_once(candidate: Recording, alone: Recording, whole: list[Again], referenc
 
 
 def in_half(value: Tensor) -> bool:
-    """Whether a gradient of another dtype was computed in half precision: all of its numbers are such ones, and many
-    different ones, for 0.25 or 1 are so by chance."""
+    """Whether all numbers of a gradient, many different ones, are of half precision: it was computed so."""
     return any(torch.equal(value.to(half).to(value.dtype), value) for half in HALF) and len(value.unique()) >= DIFFERENT
 
 

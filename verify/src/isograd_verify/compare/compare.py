@@ -1,8 +1,7 @@
 """Compares a recording with a reference: every gradient by name and block, on every rank that holds a part of it.
 
-The reference is usually one device; it may be another layout or another framework. Data must be the same
-(same_data.py); names are the same, or given by a table, or matched by shape and order. What differs
-is diagnosed (diagnose.py), and the checks that need no reference run as well.
+The reference is one device, another layout or another framework. What differs is diagnosed (diagnose.py), and the
+checks that need no reference run as well.
 """
 
 from __future__ import annotations
@@ -138,8 +137,7 @@ def _decided(explained: list[Finding], free: list[Finding], again: bool) -> list
 
 
 class _Step:
-    """A step of both runs: the reference's gradients and weights, and by name and rank where the candidate's parts of
-    them stand."""
+    """A step of both runs: the reference's values, and where the candidate's parts of them stand."""
 
     def __init__(self, reference: Recording, candidate: Recording, step: int, rename: dict[str, str]) -> None:
         self.reference, self.candidate, self.step = reference, candidate, step
@@ -401,8 +399,7 @@ def places_of(analysis: Analysis, start: Mapping[str, Value], names: dict[str, s
 
 
 def _given_whole(analysis: Analysis, rank: int, name: str, whole: Value) -> bool:
-    """Whether a rank holds nothing of a parameter between steps, and its engine tells the whole gradient (ZeRO 3 of
-    DeepSpeed)."""
+    """Whether a rank holds nothing between steps, and its engine tells the whole gradient (DeepSpeed's ZeRO 3)."""
     local, final = (of_rank(analysis, rank, kind, name) for kind in ("parameter", "final"))
     empty = local is not None and not local.numel()
     return empty and final is not None and tuple(final.shape) == tuple(whole.shape)

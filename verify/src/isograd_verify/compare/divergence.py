@@ -58,10 +58,8 @@ def contained(local: Tensor, whole: Tensor, directions: bool = False, share: flo
 
 
 def _in_order(close: Tensor) -> bool:
-    """Whether the rows occur among the reference's in their own order (rows may occur there more than once).
-
-    Rows that occur more often than in the reference are no other order of its rows.
-    """
+    """Whether the rows occur among the reference's in their own order, however often; more of them are no other
+    order."""
     at = -1
     for row in close:
         later = row[at + 1 :].nonzero()

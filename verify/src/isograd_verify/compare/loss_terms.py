@@ -16,10 +16,8 @@ from isograd_verify.tell.findings import BUG, Finding, listed
 
 
 def other_amounts(analysis: Analysis, reference: Analysis, wrong: tuple[str, ...]) -> list[Finding]:
-    """Terms that count otherwise than in the reference, while another counts alike. `wrong`: gradients that differ.
-
-    Terms are matched by their place in the program; those that are elsewhere, in their order.
-    """
+    """Terms, by their place or order in the program, that count otherwise than in the reference, while another one does
+    not. `wrong`: gradients that differ."""
     ours, theirs = amounts(analysis), amounts(reference)
     moved = [site for site in ours if site not in theirs], [site for site in theirs if site not in ours]
     of = {site: site for site in ours if site in theirs}

@@ -28,8 +28,7 @@ from isograd_verify.tell.wording import axis_over, group_sizes, meanings
 
 
 def factors(analysis: Analysis, fitted: Fitted, flipped: int) -> list[Finding]:
-    """One finding for all gradients, else one for each kind of parameter. `fitted`: each tensor's factor, and what is
-    left of it."""
+    """One finding for all gradients, else one for each kind of parameter. `fitted`: of each tensor."""
     usable = [
         n for n in fitted if math.prod(analysis.info(n).whole) >= tolerances.FLIP_ELEMENTS and not analysis.null(n)
     ]
@@ -109,8 +108,8 @@ def without_flips(
     subject: Subject,
     fit: Callable[[], Fitted],
 ) -> list[Finding]:
-    """The findings of a step, with what flips leave of them. `subject` is told the numbers. `fit`: the factor of each
-    tensor, and what is left of it."""
+    """The findings of a step, with what flips leave of them; `subject` is told the numbers, `fit` the tensors'
+    factors."""
     counts = counted(reference, candidate, step)
     if not counts.tokens:
         return found

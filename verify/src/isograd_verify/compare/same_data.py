@@ -49,8 +49,7 @@ class Content:
 
 
 def contents(recording: Recording, reached: bool = False) -> dict[str, Content]:
-    """By name, in the order of their coming. Single numbers (a count, a scale) are no data. `reached`: only of calls
-    that a backward has reached."""
+    """By name, as they came; single numbers are no data. `reached`: only of calls that a backward has reached."""
     found: dict[str, Content] = {}
     for record in recording.ranks:
         for event in record.of(ForwardInputs, 1):

@@ -117,8 +117,7 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
 
 
 def in_every_call(own: RankRecord, calls: list[RankRecord], step: int, scale: dict[str, float]) -> float:
-    """The one factor of all backwards of a loss of which every call is known. `own`: those of a rank, which are a step
-    of the program's by itself."""
+    """The one factor of all backwards of a loss, from every call of it. `own`: those of one rank, a step by itself."""
     terms_of = _labels if own.of(LabelWeight, step) else _means
     found = _by_terms(terms_of(own, step), [terms_of(call, step) for call in calls], 1.0, scale)
     if not all(same_factor(found[0], share) for share in found):
@@ -179,8 +178,7 @@ def _of_weights_alone(again: list[Again]) -> float:
 
 
 def _is_all_of_the_loss(one: Again, whole: float) -> None:
-    """The counted terms add up to the number with which backward began, but for `whole`: no other term is scaled by
-    their counts."""
+    """The counted terms add up to the loss, but for `whole`: no other term is scaled by their counts."""
     root = float(one.record.tensors(one.step)["loss"])
     weights = [call.weight for calls in _labels(one.record, one.step).values() for call in calls]
     counted = sum(event.count * event.value for event in one.record.of(Loss, one.step)) * weights[0]

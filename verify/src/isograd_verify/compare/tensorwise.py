@@ -82,8 +82,7 @@ def compare_tensor(
 
 
 def _by_limits(least: float, most: float, kinds: Iterable[str]) -> str:
-    """The verdict on a relative error between two bounds, of tensors that were held in these dtypes: by the widest
-    limits among them."""
+    """The verdict on a relative error between two bounds, by the widest limits among these dtypes."""
     limits = [tolerances.LIMITS.get(kind, tolerances.LIMITS["float32"]) for kind in kinds]
     low, high = max(low for low, _ in limits), max(high for _, high in limits)
     return PASS if most <= low else BUG if not least <= high else INCONCLUSIVE

@@ -30,8 +30,8 @@ Value = Tensor | Projected
 
 @dataclass(frozen=True)
 class Place:
-    """Indices into the whole tensor along the dimensions in which it is cut, or the [start, stop] of its elements in a
-    row; neither means all of it."""
+    """Indices along the dimensions in which a whole is cut, or [start, stop] of its elements in a row; else all of
+    it."""
 
     cuts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     row: tuple[int, int] | None = None
@@ -176,8 +176,7 @@ def whole_values(analysis: Analysis, kind: str) -> dict[str, Value]:
 
 
 def _joined(infos: dict[int, Parameter], parts: dict[int, Value], own: int | None = None) -> Projected | None:
-    """The sums of the whole from those of its parts, each box once; of equal boxes `own`'s counts. None when some part
-    is missing."""
+    """The sums of the whole from its parts', each box once, of equal ones `own`'s; None when some part is missing."""
     boxes: dict[str, int] = {}
     for rank in sorted(parts, key=lambda r: r != own):
         boxes.setdefault(repr(infos[rank].box), rank)
@@ -204,8 +203,7 @@ def _joined(infos: dict[int, Parameter], parts: dict[int, Value], own: int | Non
 def sides(
     analysis: Analysis, rank: int, kind: str, name: str, truth: Value, spot: Place
 ) -> tuple[Value | None, Value | None]:
-    """(what a rank holds, what it should hold), both whole or both by sketches along the same dimensions; None for what
-    is not there."""
+    """(what a rank holds, what it should hold), both in one form; None for what is not there."""
     found = of_rank(analysis, rank, kind, name)
     if found is None:
         return None, spot.of(truth)

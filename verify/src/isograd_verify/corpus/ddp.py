@@ -1,8 +1,7 @@
 """Bugs around DistributedDataParallel: accumulation, a clip that follows the loss, and a guard against overflow.
 
-DDP averages gradients over ranks. So the right loss is the sum over this rank's labels, times the number of ranks,
-over the labels of the whole step. Every micro-batch is cut over the ranks: what it consists of, and with it the mean
-that the probe takes over it, does not depend on how many ranks there are.
+Every micro-batch is cut over the ranks: what it consists of, and the mean that the probe takes over it, does not depend
+on how many ranks there are.
 """
 
 from __future__ import annotations

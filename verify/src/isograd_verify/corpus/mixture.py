@@ -1,10 +1,8 @@
 """What programs with experts share: a small mixture of experts whose routed experts are cut over ranks, plain torch.
 
-Tokens come to the experts by an all-gather over the ranks of an ep group, with their weights (zero for an expert that
-a token has not chosen); each rank computes its own experts for all of them, and what they add goes back by a
-reduce-scatter. So a rank's expert has the gradient of all tokens of its ep group when backward leaves it, and ranks of
-an edp group hold copies of the same experts. The choice is made by scores rounded to quarters, of equal ones by number,
-so that ties are as common as they are in training that begins.
+Tokens come to the experts by an all-gather over an ep group, with their weights (zero for an expert that a token has
+not chosen), and what each rank's experts add goes back by a reduce-scatter. Ranks of an edp group hold copies of the
+same experts. Scores are rounded to quarters before the choice, so that ties are as common as in training that begins.
 """
 
 from __future__ import annotations

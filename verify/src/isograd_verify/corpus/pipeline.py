@@ -1,11 +1,9 @@
 """A model in two pipeline stages for the corpus, with hand-written sends: on one rank it is the whole model.
 
-Ranks are numbered with stages outermost: pp2 dp2 has ranks 0 and 1 on the first stage, 2 and 3 on the last one. Tied,
-the embedding's weight is also the head's: both stages hold it, under one name.
+Ranks are numbered with stages outermost. Tied, the embedding's weight is also the head's: both stages hold it.
 
-accum-undivided  each micro-batch's loss is a mean, and nobody divides by the number of micro-batches: the last stage
-                 starts every backward that many times too large, and all stages inherit it
-clip-per-rank    each stage clips by the norm of its own parameters, so that stages are scaled by different factors
+accum-undivided  each micro-batch's loss is a mean, and nobody divides by the number of micro-batches clip-per-rank
+each stage clips by the norm of its own parameters, so that stages are scaled by different factors
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def factor_from(analysis: Analysis) -> str:
 
 
 def reduced_twice(analysis: Analysis) -> bool:
-    """Whether some gradient is reduced behind backward that was reduced already: in backward, with all others, or by an
-    earlier such call."""
+    """Whether some gradient is reduced behind backward that was reduced already, in backward or by an earlier such
+    call."""
     record = analysis.recording.ranks[0]
     events = [e for e in record.of(Collective, analysis.step) if e.op in REDUCING and len(e.group) > 1]
     last = max((e.passed for e in events), default=0)
@@ -100,10 +100,8 @@ def amounts(analysis: Analysis) -> dict[str, float]:
 
 
 def too_often(analysis: Analysis, factor: float) -> tuple[str, str, str]:
-    """(id, axis, words) of a term that counts so many times where another one counts once; '' when it has no meaning.
-
-    A term is computed anew from each rank's tokens, so what it should be is known to a few percent only.
-    """
+    """(id, axis, words) of a term that counts so many times, to a few percent, where another one counts once; '':
+    none."""
     groups, micros = _sizes(analysis), {"micro-batches": (analysis.micros, "the number of micro-batches")}
     known = {**groups, **micros}
     for axis, (size, words) in groups.items():

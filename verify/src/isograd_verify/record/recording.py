@@ -269,10 +269,7 @@ def load(path: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def consistent(*recordings: Recording) -> Iterator[None]:
-    """While recordings from outside are compared: one that contradicts itself is an error, not a traceback.
-
-    Files that are whole and typed may still name ranks, parameters or shapes that other files do not have.
-    """
+    """While recordings from outside are compared: files that contradict one another are an error, not a traceback."""
     try:
         yield
     except IsogradError:

@@ -62,9 +62,9 @@ def run(
     replay: Path | None = None,
     sketch: bool = False,
 ) -> tuple[Report, int]:
-    """(report, the program's own exit code; 0 when it was stopped because it hung). `parameters`: record them, too,
-    for a comparison. `calls`: and what the calls of the model were made with. `replay`: a recording whose choices of
-    experts are taken. `sketch`: large tensors are recorded by sketches alone."""
+    """(report, the program's own exit code; 0 when it was stopped because it hung). `parameters`: record them, too.
+    `calls`: and what the calls of the model were made with. `replay`: a recording whose choices of experts are
+    taken. `sketch`: large tensors by sketches alone."""
     if not command:
         raise VerifyError(
             "IG701", "no command to watch", fix="isograd-verify run -- torchrun --nproc-per-node 2 train.py"
@@ -124,8 +124,7 @@ def masked(command: list[str]) -> list[str]:
 def begin(
     command: list[str], directory: Path, stall: float, more: dict[str, str], about: dict[str, Any]
 ) -> tuple[Finding | None, int]:
-    """Starts a command whose processes are watched, and waits for its end: (what hung, or INCONCLUSIVE who ended it;
-    its exit code)."""
+    """Starts a command under watch and waits for its end: (what hung, or who ended it; its exit code)."""
     about = {"command": masked(command), **about}
     describe(directory, **about)
     path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))

@@ -75,8 +75,8 @@ def single_rank(command: list[str]) -> list[str]:
 
 
 def judged(directory: Path, command: list[str], subject: Subject, stall: float, replay: bool = False) -> Subject:
-    """What the first run's recording shows beside one device. `subject`: what it shows by itself. `replay`: on one
-    device tokens go to the experts to which the first run sent them."""
+    """What a run shows beside one device. `subject`: what it shows by itself. `replay`: one device takes its
+    experts."""
     try:
         candidate = Recording(directory)
         one = WorldOfOne(candidate, single_rank(command), stall, replay)

@@ -109,8 +109,7 @@ def every_name(names: Sequence[str]) -> list[Planted]:
 
 
 def record(name: str, argument: bool | str, seed: int, directory: str, beyond: int | None = None) -> None:
-    """One rank's run of a program, watched. A world of one has no process group of its own: it gets one. `beyond`:
-    tensors of more elements are recorded by sketches."""
+    """One rank's run of a program, watched. `beyond`: tensors of more elements are recorded by sketches."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     before = set(distributed_c10d._world.pg_map)

@@ -173,8 +173,7 @@ def _last(record: RankRecord) -> str:
 
 
 def processes(directory: Path) -> set[int]:
-    """Everything that the program started and that still runs, wherever it hangs in the tree of processes: the name
-    of the recording is in their environment. Without /proc: the ranks."""
+    """Everything that the program started and that still runs, by the recording's name in its environment."""
     mark = f"ISOGRAD_VERIFY={directory.resolve()}\0".encode()
     found = set()
     if not os.path.isdir("/proc/self"):

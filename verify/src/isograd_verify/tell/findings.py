@@ -19,8 +19,7 @@ EXIT = {PASS: 0, BUG: 3, INCONCLUSIVE: 4}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing found, as a sentence with its evidence. A NOTE changes no verdict. A bug of the catalogue has its
-    usual cause and where to look."""
+    """One thing found, as a sentence with its evidence. A bug of the catalogue has its usual cause and place."""
 
     verdict: str
     bug: str  # id in docs/bugs.md, "" when the symptom fits none

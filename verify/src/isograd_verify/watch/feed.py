@@ -178,8 +178,7 @@ class Feed:
                 self.start[name] = foreign.local(parameter).detach().clone()
 
     def _set_weights(self, step: int) -> None:
-        """All weights, also of a model that follows this one, are those with which the other run's step began; what
-        learned there learns here."""
+        """All weights, and which of them learn, are those with which the other run's step began."""
         held = load(self.home / WEIGHTS.format(step)) if step > 1 else self.start
         for name, parameter in self.capture.learn_names().items():
             here = foreign.local(parameter).data
@@ -231,8 +230,8 @@ class Feed:
         self._leave_states()
 
     def _withhold(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Behind the capture's own hook: an optimizer without gradients changes nothing. One that is given a closure
-        makes them inside its step."""
+        """Behind the capture's hook: an optimizer without gradients changes nothing; a closure makes them in its
+        step."""
         self.cached = False
         self._remember()
         closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None

@@ -1,8 +1,7 @@
 """Which collectives without a backward have a say in the loss: those are wrong, one for a metric is not.
 
-Such a call on a tensor that needs a gradient leaves a mark on what it returns. Every operator that is given a marked
-tensor passes the mark on to what it makes of it; tensors are known by their memory, so views are, too. When backward
-begins, the marks of what it begins with tell which calls are part of the loss, and how:
+Such a call on a tensor that needs a gradient leaves a mark on what it returns, and every operator passes marks on to
+what it makes; tensors are known by their memory. The marks of what a backward begins with tell which calls count:
 
     cut      no gradient comes back through the call
     others   only what other ranks gave reaches the loss: this rank's own part was put back in, with its gradient

@@ -221,8 +221,7 @@ def shell(module: torch.nn.Module) -> bool:
 
 
 def coefficients(module: torch.nn.Module) -> dict[str, float]:
-    """What the config of a transformers model tells of its balance loss, when that is used: coefficient and number of
-    experts."""
+    """What a transformers model's config tells of the balance loss that it uses: coefficient, number of experts."""
     config = getattr(module, "config", None)
     if getattr(config, "output_router_logits", False) is not True:
         return {}
@@ -261,8 +260,7 @@ def placed_like(parameter: Held, gradient: Tensor) -> Tensor:
 
 
 def local(tensor: Held) -> Tensor:
-    """This rank's part of a DTensor, without communication, and a sparse gradient as a dense one; anything else as it
-    is."""
+    """This rank's part of a DTensor, without communication; a sparse gradient as a dense one; else as it is."""
     if isinstance(tensor, FlatPiece):
         return tensor.local
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -286,8 +284,7 @@ def declares(parameter: Held) -> bool:
 
 
 def imagined(values: Any) -> bool:
-    """Whether tensors without contents are among some arguments: shapes are computed, and nothing else (DTensor's
-    propagation of shapes, a pipeline stage's, tracing)."""
+    """Whether tensors without contents are among some arguments: shapes are computed, and nothing else."""
     if isinstance(values, Tensor):
         return values.is_meta or isinstance(values, FakeTensor)
     return isinstance(values, (list, tuple)) and any(map(imagined, values))

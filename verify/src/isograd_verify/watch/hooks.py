@@ -1,9 +1,4 @@
-"""Where a program is watched: each hook says what it sees, why there, and is taken out again.
-
-Module hooks are torch's global ones, tensor hooks sit on parameters and module outputs, and three functions are
-wrapped: autograd.backward (a micro-batch begins), clips (clips.py), and the step of engines that hold their own
-gradients (isograd, DeepSpeed), which are asked for them through their public functions.
-"""
+"""Where a program is watched: each hook says what it sees, why there, and is taken out again."""
 
 from __future__ import annotations
 
@@ -158,8 +153,7 @@ class Hooks:
         c.drawn.append(False)
 
     def _unlisted(self, module: nn.Module) -> None:
-        """A module that stands in a list, where torch does not find it, is learnt as one that is called from
-        outside."""
+        """A module in a list, where torch does not find it, is learnt as one that is called from outside."""
         c = self.capture
         mine = [p for p in module.parameters() if p.requires_grad and p.is_leaf and not foreign.flat(p)]
         if c.flats or all(p in c.names for p in mine):

@@ -1,7 +1,5 @@
-"""The life of a capture: from its first hook to the last line it writes, in a program that it must never disturb.
-
-It begins when the program joins a world or makes an optimizer, rests after the watched steps, when nothing of it is
-left in the program's way, and ends with the program. What it sees in between is in capture.py.
+"""The life of a capture, in a program that it must never disturb: it begins when the program joins a world or makes an
+optimizer, rests after the watched steps, when nothing of it is left in the way, and ends with the program.
 """
 
 from __future__ import annotations
@@ -213,8 +211,7 @@ class Life:
             self.writer = None
 
     def lose(self, sense: str, error: Exception) -> None:
-        """An error while something was watched that other observations do not need: it is no longer watched, the
-        report says so, and all else is watched as before."""
+        """An error in watching what nothing else needs: it is no longer watched, and the report says so."""
         if not self.lenient:
             raise error
         if sense not in self.blinded:
@@ -222,8 +219,7 @@ class Life:
             self.event(Lost(*self.now, sense=sense, why=self.blinded[sense]))
 
     def fail(self, error: Exception) -> None:
-        """An error without whose observation nothing can be judged: the program runs on, unwatched; hooks are removed
-        after its next step."""
+        """An error without which nothing can be judged: the program runs on; hooks go after its next step."""
         if not self.lenient:
             raise error
         self.active, self.stepping = False, 0

@@ -1,7 +1,5 @@
-"""What a capture has gathered: its state, and what is told to it by hooks and by the dispatch mode.
-
-Senses (collectives.py, fused.py, labels.py, rewritten.py, routing.py, hooks.py) know this class and not
-the capture that owns them. What a step begins and ends with is in capture.py.
+"""What a capture has gathered: its state, and what is told to it by hooks and by the dispatch mode, which know this
+class and not the capture. What a step begins and ends with is in capture.py.
 """
 
 from __future__ import annotations
@@ -233,8 +231,7 @@ class Recorder(Life):
         return bool(covers) or 1 < size <= sum(t.numel() for t in given)
 
     def weight(self, told: LabelWeight | MeanWeight) -> None:
-        """Notes the weight of labels or numbers; what a Function's forward finds out counts by what comes back to the
-        Function (fused.py)."""
+        """Notes the weight of labels or numbers; inside a Function's forward it is kept for that (fused.py)."""
         self.inner_weights.append(told) if self.in_function else self.event(told)
 
     def look_at_buffers(self, during: str) -> None:
@@ -253,8 +250,7 @@ class Recorder(Life):
     # -- what hooks.Hooks tells ----------------------------------------------------------------------------------
 
     def root(self, module: nn.Module) -> None:
-        """A module was called from outside any other, or is no part of the one that calls it: learn its parameters'
-        names."""
+        """A module was called that is no part of a known one: learn its parameters' names."""
         if module in self.modules or not any(True for _ in module.parameters()):
             return
         inner = module

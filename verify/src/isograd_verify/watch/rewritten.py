@@ -1,11 +1,9 @@
 """Sees a program change gradients itself between the last backward and the step: adaptive clipping, noise, a mask.
 
-What is judged is what reached the optimizer. If that is no sum of what backwards added, it may still have been one
-before the program's own change. So before the first operator that writes into the memory of a gradient, the gradient is
-kept (`early/NAME` its sketch, `whole/NAME` all of it); judge/analysis.py decides which of the two is judged. After a
-collective only gradients that it has reduced are kept, where they lie or in a buffer that they are copied from or are a
-part of: what is written into others may be its result. Scaling by one number is told as a factor, but for the last
-one of all gradients, by less than one and by no 1 / n: it may be a clip by hand (judge/clips.py).
+Before the first operator that writes into the memory of a gradient, the gradient is kept (`early/NAME` its sketch,
+`whole/NAME` all of it); judge/analysis.py decides which of the two is judged. After a collective only gradients that it
+has reduced are kept, where they lie or in a buffer: what is written into others may be its result. Scaling by one
+number is told as a factor, but for the last one of all gradients, by less than one and by no 1 / n: it may be a clip.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ LIMIT = 1 << 28  # bytes of what the calls of a step were given
 
 @dataclass(eq=False)
 class _Call:
-    """One call: what it was given, with a memory of its own, what it made (digest, sketch), and what came back to
-    that."""
+    """One call: what it was given, kept apart; what it made (digest, sketch); what came back to that."""
 
     module: nn.Module
     given: list[Any]

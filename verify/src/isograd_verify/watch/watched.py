@@ -28,8 +28,8 @@ _ends: list[Callable[[], None]] = []
 
 
 def prepare(directory: str, end: Callable[[], None] | None = None) -> None:
-    """Called once, right after torch was imported: the capture itself begins with a process group or an optimizer.
-    `end`: called when a process that was watched has ended its capture."""
+    """Called right after torch was imported: the capture begins with a process group or an optimizer. `end`: called
+    behind its end."""
     if end is not None:
         _ends.append(end)
     made = torch.optim.Optimizer.__init__
@@ -149,8 +149,8 @@ def _capture(directory: str) -> Any:
 
 
 class _Steps:
-    """The number of optimizer steps, where `verify run` can read it from outside: eight bytes of shared memory. It is
-    what stays in the program after the watched steps, at one addition per step, so that a later hang is seen, too."""
+    """The number of optimizer steps, where `verify run` reads it from outside: what stays in the program after the
+    watched steps, so that a later hang is seen, too."""
 
     def __init__(self) -> None:
         self.count = 0
