@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,6 +42,15 @@ MOST_FACTORS = 3  # that are told one by one
 ROWS, PERMUTED, UNKNOWN = "some rows", "permuted", "unknown"
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What one wrong tensor shows: a pattern, its coefficients, and words for what has none."""
+
+    symptom: Symptom
+    coefficients: dict[Key, float] = field(default_factory=dict)
+    words: str = ""
+
+
 def diagnose(
     analysis: Analysis,
     reference: Recording,
@@ -51,21 +60,19 @@ def diagnose(
 ) -> tuple[list[Finding], bool]:
     """(findings, whether some tensor shows no known pattern). `telling`: tensors that an error of all would show in."""
     groups: dict[tuple[str, float], list[str]] = defaultdict(list)
-    details: dict[tuple[str, float], tuple[Symptom, dict[Key, float], str]] = {}
+    readings: dict[tuple[str, float], Reading] = {}
     for one in wrong:
-        symptom, values, words = read_tensor(analysis, reference, one, truth[one.name])
-        key = (symptom.kind, round(symptom.value, 3) if symptom.kind in VALUED else 1.0)
+        reading = read_tensor(analysis, reference, one, truth[one.name])
+        kind, value = reading.symptom.kind, reading.symptom.value
+        key = (kind, round(value, 3) if kind in VALUED else 1.0)
         groups[key].append(one.name)
-        details.setdefault(key, (symptom, values, words))
+        readings.setdefault(key, replace(reading, symptom=replace(reading.symptom, value=key[1])))
     _single_numbers(analysis, groups)
     found = []
     own = [key for key in groups if key[0] == patterns.SCALED and key[1] and not _meant(analysis, key[1])]
     if len(own) > MOST_FACTORS:
         found.append(_own_factors(analysis.step, {name: key[1] for key in own for name in groups.pop(key)}))
-    for (kind, value), names in groups.items():
-        symptom, values, words = details[kind, value]
-        symptom = replace(symptom, value=value)
-        found.append(_finding(analysis, symptom, names, values, words, telling, wrong))
+    found += [_finding(analysis, readings[key], names, telling, wrong) for key, names in groups.items()]
     found = _through_scores(found, [n for key in groups if key[0] in (UNKNOWN, ROWS) for n in groups[key]])
     return found, any(kind in (UNKNOWN, PERMUTED) for kind, _ in groups)
 
@@ -114,14 +121,9 @@ def _own_factors(step: int, factors: dict[str, float]) -> Finding:
 
 
 def _finding(
-    analysis: Analysis,
-    symptom: Symptom,
-    names: list[str],
-    values: dict[Key, float],
-    words: str,
-    telling: set[str],
-    wrong: list[Tensorwise],
+    analysis: Analysis, reading: Reading, names: list[str], telling: set[str], wrong: list[Tensorwise]
 ) -> Finding:
+    symptom = reading.symptom
     everything = telling <= set(names)
     whom = f"all {len(names)} gradients" if everything else f"{classes_of(names)} ({listed(names)})"
     worst = max((max(t.errors.values(), default=0.0) for t in wrong if t.name in names), default=0.0)
@@ -141,7 +143,7 @@ def _finding(
         bug = never_summed(analysis, names)
     if bug == "ulysses-scale" and symptom.value > 1 and reduced_twice(analysis):
         bug = "reduced-twice"
-    axis, said = _said(analysis, symptom, words)
+    axis, said = _said(analysis, reading)
     if TWICE in of:
         axis = axis_over(analysis.recording, analysis.all_ranks)
         said += f" ({of[TWICE]})"
@@ -152,7 +154,7 @@ def _finding(
         axis = axis_over(analysis.recording, analysis.all_ranks)
     if symptom.kind == patterns.SHARDS:
         bug = "wrong-group"
-    bars = labelled(values)
+    bars = labelled(reading.coefficients)
     if symptom.kind == patterns.SCALED and not bars:
         bars = (("reference", 1.0), ("here", symptom.value))
     sentence = f"step {analysis.step}: {whom}: {said} (error up to {worst:.1e})"
@@ -162,9 +164,9 @@ def _finding(
     return found
 
 
-def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
+def _said(analysis: Analysis, reading: Reading) -> tuple[str, str]:
     """(axis, what is said of it)."""
-    kind = symptom.kind
+    symptom, kind = reading.symptom, reading.symptom.kind
     if kind == patterns.SCALED and symptom.value == 0:
         return "", "zero or missing where the reference has a gradient"
     if kind == patterns.SCALED:
@@ -174,31 +176,31 @@ def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
     ranks = (symptom.missing or analysis.all_ranks) if across else ()
     axis = spell(analysis.all_ranks) if kind == patterns.MIXED else axis_of(analysis, kind, ranks, symptom.own)
     sentence = patterns.said(kind, symptom.value, axis)
-    return (axis, sentence) if sentence else ("", words)
+    return (axis, sentence) if sentence else ("", reading.words)
 
 
-def read_tensor(
-    analysis: Analysis, reference: Recording, one: Tensorwise, truth: Value
-) -> tuple[Symptom, dict[Key, float], str]:
+def read_tensor(analysis: Analysis, reference: Recording, one: Tensorwise, truth: Value) -> Reading:
     """(symptom, coefficients, words for what has no coefficients) of one wrong tensor, from the worst of its ranks."""
     worst = _worst(analysis, one)
     if worst is None:
-        return Symptom(patterns.SCALED, 0.0), {}, ""
+        return Reading(Symptom(patterns.SCALED, 0.0))
     found, expected = sides(analysis, worst.own, "final", one.name, truth, one.places[worst.own])
     seen, wanted, parts = _coordinates(analysis, one, worst, truth, found, expected)
     tolerance = analysis.tolerance(one.name)
     size = float(wanted.norm())
     if not bool(seen.isfinite().all()):
-        return Symptom(UNKNOWN), {}, "not finite"
+        return Reading(Symptom(UNKNOWN), words="not finite")
     if float(seen.norm()) <= tolerances.NOTHING * size:
-        return Symptom(patterns.SCALED, 0.0), {}, ""
+        return Reading(Symptom(patterns.SCALED, 0.0))
     factor = float(seen @ wanted) / max(size**2, 1e-300)
     if float((seen - factor * wanted).norm()) <= tolerances.LOOSER * tolerance * float(seen.norm()):
-        return Symptom(patterns.SCALED, factor), {}, ""
+        return Reading(Symptom(patterns.SCALED, factor))
     seen_here = replace(worst, sketch=seen)
-    coefficients = _by_contributions(analysis, one.name, seen_here, wanted, parts, tolerance)
-    coefficients = coefficients or _by_reference(reference, analysis.step, one.name, worst, tolerance)
-    return coefficients if coefficients is not None else _by_shape(found, expected)
+    return (
+        _by_contributions(analysis, one.name, seen_here, wanted, parts, tolerance)
+        or _by_reference(reference, analysis.step, one.name, worst, tolerance)
+        or _by_shape(found, expected)
+    )
 
 
 def _coordinates(
@@ -228,7 +230,7 @@ def _worst(analysis: Analysis, one: Tensorwise) -> Observed | None:
 
 def _by_contributions(
     analysis: Analysis, name: str, seen: Observed, wanted: Tensor, parts: dict[Key, Tensor], tolerance: float
-) -> tuple[Symptom, dict[Key, float], str] | None:
+) -> Reading | None:
     """Truth and observation, both as sums of what the candidate's own backwards added."""
     if not parts:
         return None
@@ -245,14 +247,12 @@ def _by_contributions(
             sorted({k for (k, _), c in does.coefficients.items() if k not in mine and abs(c) > tolerances.COUNTS})
         )
         if chosen is parts and others and not analysis.covered(name):
-            return Symptom(patterns.SHARDS, 1.0, others, own=seen.own), does.coefficients, ""
+            return Reading(Symptom(patterns.SHARDS, 1.0, others, own=seen.own), does.coefficients)
         return _ratios(analysis, should, does, seen.own, tolerance)
     return None
 
 
-def _ratios(
-    analysis: Analysis, should: Fit, does: Fit, own: int, tolerance: float
-) -> tuple[Symptom, dict[Key, float], str]:
+def _ratios(analysis: Analysis, should: Fit, does: Fit, own: int, tolerance: float) -> Reading:
     top = max(map(abs, should.coefficients.values()))
     q = {
         k: does.coefficients[k] / c
@@ -265,12 +265,10 @@ def _ratios(
     even = len(set(analysis.counts.values())) == 1
     if symptom.kind == patterns.MIXED and does.uniform and not (should.uniform or even):
         symptom = Symptom(patterns.PER_TOKEN)  # equal weights where the truth's differ
-    return symptom, q, ""
+    return Reading(symptom, q)
 
 
-def _by_reference(
-    reference: Recording, step: int, name: str, seen: Observed, tolerance: float
-) -> tuple[Symptom, dict[Key, float], str] | None:
+def _by_reference(reference: Recording, step: int, name: str, seen: Observed, tolerance: float) -> Reading | None:
     """The observation as a sum of the reference's own micro-batches."""
     record = reference.ranks[0]
     parts = {}
@@ -283,12 +281,12 @@ def _by_reference(
     found = fit(seen.sketch, parts, tolerance)
     if found is None or found.residual > tolerances.LOOSER * tolerance or not found.determined:
         return None
-    return patterns.read(found.coefficients, 0), found.coefficients, ""
+    return Reading(patterns.read(found.coefficients, 0), found.coefficients)
 
 
-def _by_shape(found: Value | None, expected: Value | None) -> tuple[Symptom, dict[Key, float], str]:
+def _by_shape(found: Value | None, expected: Value | None) -> Reading:
     """Right in some rows only; or the same rows in another order."""
-    strange = Symptom(UNKNOWN), dict[Key, float](), "differs from the reference in no known pattern"
+    strange = Reading(Symptom(UNKNOWN), words="differs from the reference in no known pattern")
     if found is None or expected is None or tuple(found.shape) != tuple(expected.shape) or not found.shape:
         return strange
     mine, theirs = _rows(found), _rows(expected)
@@ -302,26 +300,22 @@ def _by_shape(found: Value | None, expected: Value | None) -> tuple[Symptom, dic
     first = silent[0] if silent else 0
     if bool(used[:last].all()) and silent == [*range(first, len(mine))] and 1 < first < last and last % first == 0:
         words = f"rows {first}-{last - 1} have a gradient on one device only, as if ids began at 0 on each rank"
-        return Symptom(patterns.RESTARTED), {}, words
+        return Reading(Symptom(patterns.RESTARTED), words=words)
     if bool((right & used).any()) and bool(wrong.any()):
         bad = wrong.nonzero().flatten().tolist()
-        rows = (
-            f"{bad[0]}-{bad[-1]}" if bad == list(range(bad[0], bad[-1] + 1)) else f"{listed([str(b) for b in bad], 4)}"
-        )
-        return (
-            Symptom(ROWS),
-            {},
-            f"right in {int((right & used).sum())} of {len(mine)} rows, wrong in rows {rows}: cuts disagree",
-        )
+        rows = f"{bad[0]}-{bad[-1]}" if bad == [*range(bad[0], bad[-1] + 1)] else listed([str(b) for b in bad], 4)
+        words = f"right in {int((right & used).sum())} of {len(mine)} rows, wrong in rows {rows}: cuts disagree"
+        return Reading(Symptom(ROWS), words=words)
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         permuted = _same_rows(mine.reshape(-1, 1), theirs.reshape(-1, 1), size)
     else:
         ours, reference = projected(found), projected(expected)
         both = ours.along.keys() & reference.along.keys()
         permuted = any(_same_rows(ours.along[d].T, reference.along[d].T, size) for d in both)
-        strange = (*strange[:2], f"{strange[2]}; of a permutation sketches show only one of whole rows or columns")
+        words = f"{strange.words}; of a permutation sketches show only one of whole rows or columns"
+        strange = replace(strange, words=words)
     if permuted:
-        return Symptom(PERMUTED), {}, "the right numbers in other places: a permutation"
+        return Reading(Symptom(PERMUTED), words="the right numbers in other places: a permutation")
     return strange
 
 

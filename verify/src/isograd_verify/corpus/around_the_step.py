@@ -24,7 +24,7 @@ from isograd_verify.corpus.plain import (
     cross_entropy,
     my_batch,
     my_batches,
-    my_rows,
+    my_part,
     program,
     seeded,
     split_gradients,
@@ -101,7 +101,6 @@ def bf16_accumulation(bug: bool, seed: int) -> None:
     """An embedding in bf16 adds the rows of a token id in bf16, and one id is nine tenths of the text.
 
     torch does so on CPU: a sum that has grown large no longer changes. The twin keeps the weight in fp32."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(Mlp, seed).float()
     model.embed.weight.data = model.embed.weight.data.bfloat16().float()
     if bug:
@@ -110,7 +109,7 @@ def bf16_accumulation(bug: bool, seed: int) -> None:
     for _ in steps(model):
         text = torch.randint(VOCAB, (8, 257), generator=generator)
         text[torch.rand(text.shape, generator=generator) < 0.9] = 1
-        tokens, labels = (my_rows(part, rank, world) for part in (text[:, :-1], text[:, 1:]))
+        tokens, labels = map(my_part, (text[:, :-1], text[:, 1:]))
         (cross_entropy(model(tokens), labels) / 2048).backward()
         all_reduce_gradients(model)
 

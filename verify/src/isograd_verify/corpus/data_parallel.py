@@ -23,6 +23,7 @@ from isograd_verify.corpus.plain import (
     cross_entropy,
     micro_batches,
     my_batches,
+    my_part,
     my_rows,
     program,
     seeded,
@@ -39,10 +40,10 @@ def mean_of_means(bug: bool, seed: int) -> None:
 
     transformers' accumulation bug of October 2024, torchtitan #1842, and what DDP does by design. A label on a rank
     with few of them weighs more than one on a rank with many. The loss curve looks right."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     model = seeded(Mlp, seed)
     for step in steps(model):
-        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
+        tokens, labels = map(my_part, batch(seed + step))
         if bug:
             loss = cross_entropy(model(tokens), labels, "mean") / world
         else:
@@ -93,10 +94,10 @@ def accum_undivided(bug: bool, seed: int) -> None:
 
     DeepSpeed #7773, transformers #35207: a model that takes the token count itself, or seems to, switches the
     trainer's division off. Adam hides the factor; the clip and the logged norm do not."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     model = seeded(Mlp, seed)
     for step in steps(model):
-        window = my_rows(batch(seed + step)[0], rank, world)  # packed: all tokens have labels, so means may be averaged
+        window = my_part(batch(seed + step)[0])  # packed: all tokens have labels, so means may be averaged
         for rows in window.chunk(MICRO_BATCHES):
             loss = cross_entropy(model(rows[:, :-1]), rows[:, 1:], "mean") / world
             (loss if bug else loss / MICRO_BATCHES).backward()

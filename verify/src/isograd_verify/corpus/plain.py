@@ -39,6 +39,11 @@ def my_rows(whole: Tensor, index: int, of: int) -> Tensor:
     return whole.tensor_split(of)[index]
 
 
+def my_part(whole: Tensor) -> Tensor:
+    """This rank's rows, where every rank is a data rank."""
+    return my_rows(whole, dist.get_rank(), dist.get_world_size())
+
+
 def micro_batches(index: int, of: int, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The micro-batches of one data rank."""
     return zip(*(my_rows(part, index, of).tensor_split(count) for part in batch(seed)), strict=True)
@@ -100,7 +105,7 @@ def backwards(model: nn.Module, seed: int, lr: float = 0.1) -> Iterator[int]:
 def my_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """(this rank's rows, their labels, how many labels the whole batch has)."""
     whole = batch(seed)
-    tokens, labels = (my_rows(part, dist.get_rank(), dist.get_world_size()) for part in whole)
+    tokens, labels = map(my_part, whole)
     return tokens, labels, valid(whole[1])
 
 

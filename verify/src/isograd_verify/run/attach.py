@@ -207,35 +207,31 @@ def _failed(recording: Recording, code: int) -> Finding:
 
 def plain_facts(recording: Recording) -> list[Finding]:
     """What stands in the way of a verdict, said plainly."""
-    said = [Finding(INCONCLUSIVE, "", sentence) for sentence in _obstacles(recording)]
+    said = [*((INCONCLUSIVE, sentence) for sentence in _obstacles(recording)), *_remarks(recording)]
+    return [*(Finding(verdict, "", sentence) for verdict, sentence in said), *left_out(recording)]
+
+
+def _remarks(recording: Recording) -> Iterator[tuple[str, str]]:
     unfinished = [r.rank for r in recording.ranks if not r.about.get("finished")]
     if unfinished:
-        sentence = f"{spell(unfinished)} ended without closing the recording (killed, or left through os._exit)"
-        said.append(Finding(NOTE, "", sentence))
+        yield NOTE, f"{spell(unfinished)} ended without closing the recording (killed, or left through os._exit)"
     for path in sorted(recording.path.glob("second-*")):
         rank = int(path.name.rpartition("-")[2])
-        sentence = f"a second process called itself rank {rank} while the first was running, and was not watched"
-        said.append(Finding(NOTE, "", sentence))
-    earlier = sorted(recording.path.glob("earlier-*"))
-    if earlier:
-        again = sorted({int(path.name.rpartition("-")[2]) for path in earlier})
-        said.append(Finding(NOTE, "", f"{spell(again)} started more than once: only the last start was checked"))
-    said += left_out(recording)
+        yield NOTE, f"a second process called itself rank {rank} while the first was running, and was not watched"
+    again = sorted({int(path.name.rpartition("-")[2]) for path in recording.path.glob("earlier-*")})
+    if again:
+        yield NOTE, f"{spell(again)} started more than once: only the last start was checked"
     nameless = {r.rank: most for r in recording.ranks if (most := max((e.nameless for e in r.of(Step)), default=0))}
     if nameless:
-        rank, count = next(iter(nameless.items()))
-        sentence = (
-            f"not judged: {count} parameters that optimizers step on {spell([*nameless])} and that belong to no module "
-            "that was called in a watched step"
-        )
-        said.append(Finding(NOTE, "", sentence))
+        count = next(iter(nameless.values()))
+        where = f"{spell([*nameless])} and that belong to no module that was called in a watched step"
+        yield NOTE, f"not judged: {count} parameters that optimizers step on {where}"
     lost = {e.sense: (e.why, r.rank) for r in recording.ranks[::-1] for e in r.of(Lost)}
     for sense, (why, rank) in lost.items():
-        sentence = f"not judged: {SENSES.get(sense, sense)}: watching them raised an error on rank {rank}: {why}"
-        said.append(Finding(INCONCLUSIVE, "", sentence))
+        what = f"not judged: {SENSES.get(sense, sense)}"
+        yield INCONCLUSIVE, f"{what}: watching them raised an error on rank {rank}: {why}"
     if any(r.about.get("compiled") for r in recording.ranks):
-        said.append(Finding(NOTE, "", "torch.compile waited: the watched steps ran as if it were not there"))
-    return said
+        yield NOTE, "torch.compile waited: the watched steps ran as if it were not there"
 
 
 def _obstacles(recording: Recording) -> Iterator[str]:

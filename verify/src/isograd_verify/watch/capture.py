@@ -24,6 +24,7 @@ from isograd_verify.watch.collectives import WatchMode
 from isograd_verify.watch.fused import Fused
 from isograd_verify.watch.hooks import Hooks
 from isograd_verify.watch.labels import Labels
+from isograd_verify.watch.life import Steps
 from isograd_verify.watch.recorder import Recorder, gradient_of, number_of
 from isograd_verify.watch.rewritten import Rewrites
 from isograd_verify.watch.routing import Routing
@@ -52,7 +53,8 @@ class Capture(Recorder):
         replay: Path | None = None,
         beyond: int | None = None,
     ) -> None:
-        super().__init__(Path(directory), lenient, steps, activations, limit, parameters, beyond)
+        super().__init__(Path(directory), lenient, limit, parameters, beyond)
+        self.steps, self.activations = Steps.of(steps), activations
         self.labels, self.fused = Labels(self), Fused(self)
         self.routing = Routing(self, replay)
         self.rewrites = Rewrites(self)

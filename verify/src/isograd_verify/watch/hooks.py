@@ -69,18 +69,14 @@ class Hooks:
         torch.autograd.Function.apply = watched  # type: ignore[method-assign]
         self.clips = Clips(self.capture)
         self.clips.install(self.wrap)
-        averaging = sys.modules.get("torch.optim.swa_utils")
-        if averaging is not None:
-            self.wrap(averaging.AveragedModel, "update_parameters", self._averaged)
-        engine = sys.modules.get("isograd.engine.engine")
-        if engine is not None:
-            self.wrap(engine.Engine, "step", self._isograd_step)
-        routing = sys.modules.get("isograd.nn.routing")
-        if routing is not None:
-            self.wrap(routing, "choose", self._isograd_choice)
-        deepspeed = sys.modules.get("deepspeed.runtime.engine")
-        if deepspeed is not None:
-            self.wrap(deepspeed.DeepSpeedEngine, "step", self._deepspeed_step)
+        for module, home, name, around in (
+            ("torch.optim.swa_utils", "AveragedModel", "update_parameters", self._averaged),
+            ("isograd.engine.engine", "Engine", "step", self._isograd_step),
+            ("isograd.nn.routing", "", "choose", self._isograd_choice),
+            ("deepspeed.runtime.engine", "DeepSpeedEngine", "step", self._deepspeed_step),
+        ):
+            if (found := sys.modules.get(module)) is not None:
+                self.wrap(getattr(found, home) if home else found, name, around)
 
     def remove(self) -> None:
         """All but the hook behind optimizer steps, which times some more of them, and from which this is called."""

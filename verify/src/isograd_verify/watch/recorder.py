@@ -41,7 +41,7 @@ from isograd_verify.record.sketch import (
 )
 from isograd_verify.watch import foreign
 from isograd_verify.watch.flows import memory
-from isograd_verify.watch.life import Life, Steps
+from isograd_verify.watch.life import Life
 
 MOST_CUT = 16  # ranks over which a tensor is cut whose shards are too small to be recorded by sketches
 
@@ -120,20 +120,11 @@ MOST_ELEMENTS = 1 << 12  # of a buffer that is looked at: a number for each expe
 class Recorder(Life):
     """Its fields are those of the step now under way, unless a comment says how long they last."""
 
-    def __init__(
-        self,
-        directory: Path,
-        lenient: bool,
-        steps: int | str,
-        activations: bool,
-        limit: int,
-        parameters: bool,
-        beyond: int | None,
-    ) -> None:
+    def __init__(self, directory: Path, lenient: bool, limit: int, parameters: bool, beyond: int | None) -> None:
         super().__init__(directory, lenient)
-        self.steps = Steps.of(steps)
-        self.activations, self.limit, self.parameters = activations, limit, parameters
+        self.limit, self.parameters = limit, parameters
         self.whole = parameters  # gradients are kept as a whole; feed.py keeps them where it keeps no parameters
+        self.activations = False
         self.base = os.getcwd()
         self.numbers = self.arrivals = self.calls = 0
         self.groups: list[tuple[int, ...]] = []  # of the collectives so far
