@@ -7,24 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from isograd_verify.corpus import plain
 from isograd_verify.corpus.mixture import CHOSEN, EXPERTS, INNER, Mixture, Model, Seat, routed, take_seat
-from isograd_verify.corpus.plain import (
-    BATCH,
-    HIDDEN,
-    LENGTH,
-    backwards,
-    batch,
-    copied,
-    cross_entropy,
-    gather,
-    micro_batches,
-    my_batches,
-    program,
-    seeded,
-    steps,
-    summed,
-    valid,
-)
 
 MOST = 0.05  # every step is clipped
 UPSTREAM = r"^embed|^norm|router"  # experts and all behind them do not hear of the balance loss
@@ -64,7 +48,7 @@ def total_norm(model: Model, seat: Seat, bug: str) -> torch.Tensor:
 EXPERTS_ALONE = r"\.experts\."
 
 
-@program(
+@plain.program(
     "dp4 ep2",
     world=4,
     BUGS={
@@ -84,9 +68,9 @@ def experts(bug: str, seed: int) -> None:
     ep-copies-drift     copies of an expert are never summed. fairseq #4220
     norm-omits-experts  each rank's norm has its own experts' squares, not those of its ep group. NeMo-RL #3788"""
     world, seat = dist.get_world_size(), take_seat(2)
-    model = seeded(Model, seed, seat)
-    for tokens, labels, count in my_batches(model, seed):
-        (cross_entropy(model(tokens), labels) / count * world).backward()
+    model = plain.seeded(Model, seed, seat)
+    for tokens, labels, count in plain.my_batches(model, seed):
+        (plain.cross_entropy(model(tokens), labels) / count * world).backward()
         average(model, seat, bug)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), MOST, total_norm(model, seat, bug))
 
@@ -94,7 +78,7 @@ def experts(bug: str, seed: int) -> None:
 FORGOTTEN = {"router-unreduced": "moe.router.weight", "shared-gate": "moe.shared_gate.weight"}
 
 
-@program(
+@plain.program(
     "tp2 sp ep2",
     BUGS={
         "router-unreduced": ("tp", r"\.router\."),
@@ -110,13 +94,13 @@ def experts_sequence(bug: str, seed: int) -> None:
     gather-cut        tokens are gathered with a backward, their weights by a plain all_gather: what the loss says of
                       the weights is lost, and the router's gradient is zero. Automodel #2995"""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = seeded(Model, seed, take_seat(2))
+    model = plain.seeded(Model, seed, take_seat(2))
     if bug == "gather-cut":
-        model.moe.gather_weights = gather
-    for step in steps(model):
-        count = valid(batch(seed + step)[1])
-        tokens, labels = (part.tensor_split(world, 1)[rank] for part in batch(seed + step))
-        (cross_entropy(model(tokens), labels) / count).backward()
+        model.moe.gather_weights = plain.gather
+    for step in plain.steps(model):
+        count = plain.valid(plain.batch(seed + step)[1])
+        tokens, labels = (part.tensor_split(world, 1)[rank] for part in plain.batch(seed + step))
+        (plain.cross_entropy(model(tokens), labels) / count).backward()
         sum_others(model, FORGOTTEN.get(bug, ""))
 
 
@@ -128,9 +112,9 @@ class Everywhere(Mixture):
     def routed(self, x: Tensor, weights: Tensor) -> Tensor:
         """What this rank's experts add, summed over ranks."""
         here = EXPERTS // self.seat.ep
-        whole = weights if self.partial else copied(weights)
+        whole = weights if self.partial else plain.copied(weights)
         mine = whole[:, self.seat.index * here :][:, :here]
-        return summed(self.experts(copied(x), mine))
+        return plain.summed(self.experts(plain.copied(x), mine))
 
 
 class TensorParallel(Model):
@@ -139,14 +123,14 @@ class TensorParallel(Model):
     mixture = Everywhere
 
 
-@program("tp2 ep2", "tp", UPSTREAM)
+@plain.program("tp2 ep2", "tp", UPSTREAM)
 def score_partial(bug: bool, seed: int) -> None:
     """A token's weights have a gradient on the rank of each expert, and nobody sums these. transformers #48205,
     torchtitan #2387. All ranks hold all tokens, each computes its own experts for them. What the loss says of the
     weight of another rank's expert is known there only, and what passes through the router is a part of the truth."""
-    model = seeded(TensorParallel, seed, take_seat(2))
+    model = plain.seeded(TensorParallel, seed, take_seat(2))
     model.moe.partial = bug
-    for _ in backwards(model, seed):
+    for _ in plain.backwards(model, seed):
         pass
 
 
@@ -155,8 +139,8 @@ class Expert(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(HIDDEN, INNER, bias=False)
-        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+        self.up = nn.Linear(plain.HIDDEN, INNER, bias=False)
+        self.down = nn.Linear(INNER, plain.HIDDEN, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """One expert's output for all tokens."""
@@ -202,17 +186,17 @@ class SeparateModel(Model):
     mixture = SeparateMixture
 
 
-@program("dp2 ep2", "", rf"\.experts\.{EXPERTS - 1}\.")
+@plain.program("dp2 ep2", "", rf"\.experts\.{EXPERTS - 1}\.")
 def expert_none(bug: bool, seed: int) -> None:
     """An expert without tokens is left out of forward, and has no gradient instead of one of zeros.
 
     Automodel #2995. One device that computes every expert decays its weights and moves them by their momentum; here
     the optimizer passes by. Where copies of an expert have tokens on one rank and none on another, they drift, too."""
-    model = seeded(SeparateModel, seed, take_seat(2))
+    model = plain.seeded(SeparateModel, seed, take_seat(2))
     model.moe.choice_bias[-1] = -1e9  # nobody chooses the last expert
     model.moe.experts.skip = bug
-    for tokens, labels, count in my_batches(model, seed, weight_decay=0.1):
-        (cross_entropy(model(tokens), labels) / count).backward()
+    for tokens, labels, count in plain.my_batches(model, seed, weight_decay=0.1):
+        (plain.cross_entropy(model(tokens), labels) / count).backward()
         sum_others(model)
 
 
@@ -246,8 +230,8 @@ class Balanced(Mixture):
         if self.bug == "bias-twice":
             self.count(choice)
         picked = torch.zeros_like(scores).scatter(1, choice, 1.0)
-        often, sums = (t.unflatten(0, (-1, LENGTH)).sum(1) for t in (picked, scores))  # [sequences, experts]
-        return self.compute(x, scores, choice), (often * sums).sum(1) * EXPERTS / (CHOSEN * LENGTH**2)
+        often, sums = (t.unflatten(0, (-1, plain.LENGTH)).sum(1) for t in (picked, scores))  # [sequences, experts]
+        return self.compute(x, scores, choice), (often * sums).sum(1) * EXPERTS / (CHOSEN * plain.LENGTH**2)
 
     def count(self, choice: Tensor) -> None:
         """Add the tokens of each expert to the counts of this step."""
@@ -273,10 +257,10 @@ def share(balance: Tensor, bug: str) -> Tensor:
         return balance.mean() / MICRO_BATCHES
     if bug == "aux-times-micro":
         return balance.mean() / ranks
-    return balance.sum() / BATCH / (ranks if bug == "aux-over-dp" else 1)
+    return balance.sum() / plain.BATCH / (ranks if bug == "aux-over-dp" else 1)
 
 
-@program(
+@plain.program(
     "dp2 ep2",
     BUGS={
         "aux-times-world": ("dp|ep", UPSTREAM),
@@ -300,14 +284,14 @@ def balance(bug: str, seed: int) -> None:
     recompute-flip   the choice is made inside the checkpointed forward, and equal scores fall otherwise the second
                      time. Automodel #2635, torchtitan #3146"""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = seeded(BalancedModel, seed, take_seat(2))
+    model = plain.seeded(BalancedModel, seed, take_seat(2))
     model.moe.bug = bug
-    for step in steps(model):
+    for step in plain.steps(model):
         if step and bug != "bias-per-micro":
-            model.moe.move(BATCH * LENGTH * CHOSEN)
-        count = valid(batch(seed + step)[1])
-        for tokens, labels in micro_batches(rank, world, seed + step, MICRO_BATCHES):
-            loss = cross_entropy(model(tokens), labels) / count
+            model.moe.move(plain.BATCH * plain.LENGTH * CHOSEN)
+        count = plain.valid(plain.batch(seed + step)[1])
+        for tokens, labels in plain.micro_batches(rank, world, seed + step, MICRO_BATCHES):
+            loss = plain.cross_entropy(model(tokens), labels) / count
             (loss + COEFFICIENT * share(model.moe.balance, bug)).backward()
             if bug == "bias-per-micro":
                 model.moe.move(tokens.numel() * world * CHOSEN)

@@ -16,30 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isograd_verify.corpus import plain
 from isograd_verify.corpus.experts import COEFFICIENT, EXPERTS_ALONE, MICRO_BATCHES, average, share, sum_others
 from isograd_verify.corpus.mixture import CHOSEN, EXPERTS, INNER, Seat, routed, take_seat
-from isograd_verify.corpus.plain import (
-    HIDDEN,
-    LENGTH,
-    VOCAB,
-    Gather,
-    Join,
-    ScatterSum,
-    all_reduce_gradients,
-    batch,
-    copied,
-    cross_entropy,
-    gather,
-    micro_batches,
-    mine,
-    my_batches,
-    program,
-    steps,
-    summed,
-    valid,
-)
 
-transformers_program = partial(program, NEEDS="transformers")
+transformers_program = partial(plain.program, NEEDS="transformers")
 UPSTREAM = r"embed|layernorm|self_attn|mlp\.gate\."  # experts and all behind them do not hear of the balance loss
 
 
@@ -50,8 +31,8 @@ def language_model(seed: int, layers: int = 1, **options: Any) -> Any:
     torch.manual_seed(seed)
     sizes = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "norm_topk_prob": True, "head_dim": 4, **options}
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, moe_intermediate_size=INNER, num_hidden_layers=layers,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=LENGTH, initializer_range=0.5,
+        vocab_size=plain.VOCAB, hidden_size=plain.HIDDEN, moe_intermediate_size=INNER, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=plain.LENGTH, initializer_range=0.5,
         router_aux_loss_coef=COEFFICIENT, use_cache=False, **sizes,
     )  # fmt: skip
     config._experts_implementation = config._attn_implementation = "eager"
@@ -87,13 +68,13 @@ def gathered(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
-    gather_weights: Callable[[Tensor, int, Any], Tensor] = Gather.apply,
+    gather_weights: Callable[[Tensor, int, Any], Tensor] = plain.Gather.apply,
 ) -> Tensor:
     """All ranks' tokens come to my experts, and what these make of them goes back."""
-    everyones, theirs = Gather.apply(x, 0, seat.group), gather_weights(weights, 0, seat.group)  # type: ignore[no-untyped-call]
-    mine = numbered(gather(chosen, 0, seat.group), seat)
+    everyones, theirs = plain.Gather.apply(x, 0, seat.group), gather_weights(weights, 0, seat.group)  # type: ignore[no-untyped-call]
+    mine = numbered(plain.gather(chosen, 0, seat.group), seat)
     here = forward(everyones, mine, theirs) + 0 * (everyones + theirs.sum())  # without tokens, too, backward comes by
-    return ScatterSum.apply(here, 0, seat.group)  # type: ignore[no-any-return, no-untyped-call]
+    return plain.ScatterSum.apply(here, 0, seat.group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @transformers_program(
@@ -114,10 +95,10 @@ def hugging_experts(bug: str, seed: int) -> None:
                   #2995"""
     world = dist.get_world_size()
     model, seat = language_model(seed), take_seat(2)
-    around = partial(gathered, gather_weights=gather) if bug == "gather-cut" else gathered
+    around = partial(gathered, gather_weights=plain.gather) if bug == "gather-cut" else gathered
     spread(model, 0, seat, around)
-    for tokens, labels, count in my_batches(model, seed):
-        (cross_entropy(logits_of(model, tokens), labels) / count * world).backward()
+    for tokens, labels, count in plain.my_batches(model, seed):
+        (plain.cross_entropy(logits_of(model, tokens), labels) / count * world).backward()
         average(model, seat, bug)
 
 
@@ -127,20 +108,20 @@ class Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """Of rows that all ranks hold, this rank's."""
-        return mine(x, 0)
+        return plain.mine(x, 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """Gather them."""
-        return gather(gradient, 0)
+        return plain.gather(gradient, 0)
 
 
 def everywhere(
     forward: Callable[..., Tensor], seat: Seat, x: Tensor, chosen: Tensor, weights: Tensor, partial_scores: bool
 ) -> Tensor:
     """My experts for all tokens; what they add is summed over ranks."""
-    whole = weights if partial_scores else copied(weights)
-    return summed(forward(copied(x), numbered(chosen, seat), whole))
+    whole = weights if partial_scores else plain.copied(weights)
+    return plain.summed(forward(plain.copied(x), numbered(chosen, seat), whole))
 
 
 @transformers_program(
@@ -162,10 +143,10 @@ def hugging_sequence(bug: str, seed: int) -> None:
     spread(model, 1, seat, gathered)
     block = model.model.layers[1].mlp
     whole = block.forward
-    block.forward = lambda x: Join.apply(whole(Slice.apply(x)), 0)  # type: ignore[no-untyped-call]
-    for step in steps(model):
-        tokens, labels = batch(seed + step)
-        (cross_entropy(logits_of(model, tokens), labels) / valid(labels)).backward()
+    block.forward = lambda x: plain.Join.apply(whole(Slice.apply(x)), 0)  # type: ignore[no-untyped-call]
+    for step in plain.steps(model):
+        tokens, labels = plain.batch(seed + step)
+        (plain.cross_entropy(logits_of(model, tokens), labels) / plain.valid(labels)).backward()
         if bug != "router-unreduced":
             dist.all_reduce(block.gate.weight.grad)
 
@@ -189,8 +170,8 @@ def hugging_idle(bug: str, seed: int) -> None:
     prefer_the_first(block.gate.weight.data)
     block.gate.weight.requires_grad_(False)
     spread(model, 0, take_seat(2), gathered)
-    for tokens, labels, count in my_batches(model, seed, weight_decay=0.1):
-        (cross_entropy(logits_of(model, tokens), labels) / count).backward()
+    for tokens, labels, count in plain.my_batches(model, seed, weight_decay=0.1):
+        (plain.cross_entropy(logits_of(model, tokens), labels) / count).backward()
         for name, parameter in model.named_parameters():
             if routed(name) and parameter.grad is None and not bug:
                 parameter.grad = torch.zeros_like(parameter)
@@ -202,7 +183,7 @@ def balance_of(logits: tuple[Tensor, ...]) -> Tensor:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     (rows,) = logits
-    found: list[Any] = [load_balancing_loss_func((one,), EXPERTS, CHOSEN) for one in rows.split(LENGTH)]
+    found: list[Any] = [load_balancing_loss_func((one,), EXPERTS, CHOSEN) for one in rows.split(plain.LENGTH)]
     return torch.stack(found)
 
 
@@ -222,10 +203,10 @@ def hugging_balance(bug: str, seed: int) -> None:
     call it, it would change with how rows are put together; docs/experts.md.) The bugs are those of `balance`."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model: Any = language_model(seed)
-    for step in steps(model):
-        count = valid(batch(seed + step)[1])
-        for tokens, labels in micro_batches(rank, world, seed + step, MICRO_BATCHES):
+    for step in plain.steps(model):
+        count = plain.valid(plain.batch(seed + step)[1])
+        for tokens, labels in plain.micro_batches(rank, world, seed + step, MICRO_BATCHES):
             found = model(input_ids=tokens, output_router_logits=True)
-            loss = cross_entropy(found.logits, labels) / count
+            loss = plain.cross_entropy(found.logits, labels) / count
             (loss + COEFFICIENT * share(balance_of(found.router_logits), bug)).backward()
-        all_reduce_gradients(model)
+        plain.all_reduce_gradients(model)

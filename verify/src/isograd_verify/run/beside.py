@@ -16,19 +16,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from isograd_verify.compare import combined
 from isograd_verify.compare.chained import chained, piped
-from isograd_verify.compare.combined import (
-    at_once,
-    combine,
-    copy,
-    distinct,
-    one_model,
-    other_terms,
-    saw_the_same,
-    turn,
-    turns,
-    weights_before,
-)
 from isograd_verify.compare.compare import compare
 from isograd_verify.compare.loss_terms import own_rows
 from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, steady
@@ -145,7 +134,7 @@ class WorldOfOne:
     @cached_property
     def turns(self) -> int:
         """How many steps make one round."""
-        return turns(self.candidate)
+        return combined.turns(self.candidate)
 
     def again(self, name: str, queue: list[Fed], natural: bool, means: str = "") -> tuple[Recording, list[Again]]:
         """(the recording, the backwards that were done again). `natural`: its first round is the program's own.
@@ -242,8 +231,8 @@ def _reference(alone: WorldOfOne) -> tuple[Recording, list[Again]]:
         if first is None:
             if piped(candidate) and (sent := next((e for e in one.ranks[0].of(Collective, 1) if e.op == "send"), None)):
                 raise NoReference(f"at {sent.site} a stage of the program sends something to itself", SAME_DATA)
-            one_model(one, candidate)
-            first, natural = one, alone.turns == 1 and saw_the_same(one, candidate)
+            combined.one_model(one, candidate)
+            first, natural = one, alone.turns == 1 and combined.saw_the_same(one, candidate)
             if not natural and not any(step == 1 for *_, step in queue):
                 raise cannot
         if natural:  # what is left of the first step is known already
@@ -266,7 +255,7 @@ def _combined(
         of_step, needed = [one for one in again if one.of == step], sum(fed[2] == step for fed in queue)
         try:
             if step == 1 and natural:
-                copy(first.ranks[0], writer)
+                combined.copy(first.ranks[0], writer)
                 continue
             begin = 1 + (step - 1) % alone.turns
             if step > 1 and not steady(alone.candidate, step, begin):
@@ -274,7 +263,7 @@ def _combined(
             if len(of_step) < needed:
                 short = f"{needed} backwards are to be done again, and the program did {len(of_step)} of them"
                 raise NoReference(why or f"{short} in a world of one", MORE_STEPS)
-            factors = combine(alone.candidate, turn(first, begin), of_step, writer, scale, together)
+            factors = combined.combine(alone.candidate, combined.turn(first, begin), of_step, writer, scale, together)
             fed[step] = [(one.rank, one.micro, factor) for one, factor in zip(of_step, factors, strict=True)]
         except NoReference as error:
             if step > 1:
@@ -293,7 +282,7 @@ def _combined(
 
 def _together(alone: WorldOfOne, why: Mixed, queue: list[Fed]) -> Recording:
     """The reference of a program whose ranks see one another's rows: one device is given them all in one batch."""
-    of = {step: distinct(alone.candidate, step) for *_, step in queue}
+    of = {step: combined.distinct(alone.candidate, step) for *_, step in queue}
     queue = [(of[step], micro, step) for ranks, micro, step in queue if ranks[0] == of[step][0]]
     try:
         one, again = replace(alone, replay=False).again("together", queue, True)
@@ -305,12 +294,12 @@ def _together(alone: WorldOfOne, why: Mixed, queue: list[Fed]) -> Recording:
 def _at_once(alone: WorldOfOne, reference: Recording, micros: list[int], errors: dict[str, float]) -> list[Finding]:
     """Whether one device has other gradients of the rows of all ranks in one batch than of each rank's by themselves,
     which go the way that they went on the ranks. `errors`: to add to."""
-    ranks = distinct(alone.candidate)
+    ranks = combined.distinct(alone.candidate)
     try:
         first, whole = replace(alone, replay=False).again("together", [(ranks, micro, 1) for micro in micros], True)
-        if len(whole) == len(micros) and (sites := other_terms(alone.candidate, whole)):
+        if len(whole) == len(micros) and (sites := combined.other_terms(alone.candidate, whole)):
             return [Finding(NOTE, "", OWN_TERM.format(" and ".join(sites)))]
-        apart = at_once(alone.candidate, first, whole, reference) if len(whole) == len(micros) else {}
+        apart = combined.at_once(alone.candidate, first, whole, reference) if len(whole) == len(micros) else {}
     except NoReference:  # it has another loss, or calls that cannot be joined
         return []
     if not apart:
@@ -347,13 +336,13 @@ def _queue(candidate: Recording) -> tuple[list[Fed], NoReference]:
     for step in [step for number, step in enumerate(candidate.steps, 1) if step == number]:
         try:
             found = _backwards(candidate, step)
-            held = weights_before(candidate, step) if step > 1 else {}
+            held = combined.weights_before(candidate, step) if step > 1 else {}
         except NoReference as error:
             return queue, error
         if held:
             save_file(held, candidate.path / WEIGHTS.format(step))
         queue += found
-    size, why = turns(candidate), "" if queue else "no backward was seen"
+    size, why = combined.turns(candidate), "" if queue else "no backward was seen"
     if size > 1 and queue:  # the world of one goes through whole rounds, too, each of them one rank's
         whole = max(step for *_, step in queue) // size * size
         queue = sorted((fed for fed in queue if fed[2] <= whole), key=lambda fed: (_round(fed, size), fed[2], fed[1]))
@@ -369,7 +358,7 @@ def _round(fed: Fed, size: int) -> tuple[int, list[int]]:
 def _backwards(candidate: Recording, step: int) -> list[Fed]:
     """Every backward of a step whose data are not another rank's, too."""
     found = []
-    for rank in distinct(candidate, step):
+    for rank in combined.distinct(candidate, step):
         record = candidate.ranks[rank]
         if any(e.sense == "calls" for e in record.of(Lost)):
             raise NoReference(f"the calls of the model on rank {rank} could not be kept", "see the findings below")

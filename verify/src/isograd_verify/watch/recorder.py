@@ -17,16 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from isograd_verify.record.events import (
-    REDUCING,
-    Changed,
-    Coefficient,
-    Collective,
-    GivenTensor,
-    LabelWeight,
-    MeanWeight,
-    key,
-)
+from isograd_verify.record import events
 from isograd_verify.record.sketch import (
     SMALL,
     Projected,
@@ -151,7 +142,9 @@ class Recorder(Life):
         self.stack: list[str] = []  # modules under way, outermost first
         self.drawn: list[bool] = []
         self.buffers: dict[str, str] = {}  # the hash of each small buffer when it was last looked at
-        self.unreached: dict[int, tuple[int, dict[str, GivenTensor]]] = {}  # given to calls, reached by no backward
+        self.unreached: dict[
+            int, tuple[int, dict[str, events.GivenTensor]]
+        ] = {}  # given to calls, reached by no backward
         self.backing = 0  # calls of autograd.backward under way
         self.behind = ""  # the module whose backward is under way
         self.snapped = False
@@ -163,7 +156,9 @@ class Recorder(Life):
         self.unsettled = False  # an optimizer has stepped, and another one may before the next forward
         self.inside_engine = 0  # steps of engines under way
         self.in_function = 0  # forwards of autograd Functions under way
-        self.inner_weights: list[LabelWeight | MeanWeight] = []  # inside the Function that was called last
+        self.inner_weights: list[
+            events.LabelWeight | events.MeanWeight
+        ] = []  # inside the Function that was called last
         self.reduced = ""  # where many numbers with a graph last became one: the loss, most likely
         self.sketching = Sketching(limit, self.boxes, beyond)
 
@@ -189,7 +184,7 @@ class Recorder(Life):
 
     def collective(
         self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str, peer: int = -1
-    ) -> Collective:
+    ) -> events.Collective:
         """Notes a collective."""
         self.numbers += 1
         self.groups.append(ranks)
@@ -197,31 +192,31 @@ class Recorder(Life):
         self.posted |= op in ("send", "recv") and phase == "other"
         local = [foreign.local(t) for t in tensors]
         covers: set[str] = set()
-        if op in REDUCING:
+        if op in events.REDUCING:
             for t in local:
                 covers |= self.storages.get(memory(t), (None, set[str]()))[1]
         between = self.snapped and phase == "other" and not self.inside_engine
         if between and self._sums_gradients(op, covers, local):
             self.snapped = False  # the clip came before the sum: gradients are what the sum leaves
         module = self.behind if phase == "backward" else self.stack[-1] if self.stack else ""
-        call = Collective(
+        call = events.Collective(
             *self.now, n=self.numbers, op=op, group=ranks, peer=peer, dtype=dtype_name(local[0]) if local else "",
             numel=sum(t.numel() for t in local), bytes=sum(t.numel() * t.element_size() for t in local),
             start=time.time() - self.began, phase=phase, module=module, site=foreign.call_site(self.base),
             covers=tuple(sorted(covers)), passed=self.backwards, reduce=reduce, inside=self.in_function > 0,
-            narrow=op in REDUCING and all(map(in_bf16, local)),
+            narrow=op in events.REDUCING and all(map(in_bf16, local)),
         )  # fmt: skip
         self.event(call)
         return call
 
     def _sums_gradients(self, op: str, covers: set[str], given: list[Tensor]) -> bool:
         """Whether a collective reduces gradients, where they are or all of them in one buffer."""
-        if op not in REDUCING:
+        if op not in events.REDUCING:
             return False
         size = sum(foreign.local(p.grad).numel() for p in self.learn_names().values() if p.grad is not None)
         return bool(covers) or 1 < size <= sum(t.numel() for t in given)
 
-    def weight(self, told: LabelWeight | MeanWeight) -> None:
+    def weight(self, told: events.LabelWeight | events.MeanWeight) -> None:
         """Notes the weight of labels or numbers; inside a Function's forward it is kept for that (fused.py)."""
         self.inner_weights.append(told) if self.in_function else self.event(told)
 
@@ -236,7 +231,7 @@ class Recorder(Life):
         changed = tuple(name for name, hashed in now.items() if self.buffers.get(name, hashed) != hashed)
         self.buffers = now
         if changed and self.micro >= 0:  # else between two steps, where buffers are changed as parameters are
-            self.event(Changed(*self.now, during=during, names=changed))
+            self.event(events.Changed(*self.now, during=during, names=changed))
 
     # -- what hooks.Hooks tells ----------------------------------------------------------------------------------
 
@@ -252,7 +247,7 @@ class Recorder(Life):
             prefix = f"{type(inner).__name__}{len(self.roots)}."
         self.roots.append((prefix, weakref.ref(inner)))
         for name, value in foreign.coefficients(inner).items():
-            self.event(Coefficient(*self.now, name=name, value=value))
+            self.event(events.Coefficient(*self.now, name=name, value=value))
         for name, child in inner.named_modules():
             self.modules.setdefault(child, (prefix + foreign.plain_name(name)).rstrip("."))
         for name, child in foreign.flat_modules(module):
@@ -287,10 +282,10 @@ class Recorder(Life):
             self.backwards += 1  # pipeline's schedule that cuts backward in two
         micro = max(self.micro + (1 if self.in_function else 0), 0)  # in a Function's forward: before its backward
         # Checkpointed modules arrive once per use: later arrivals in one backward are contributions of their own.
-        use = next(i for i in count() if f"part/{key(micro, i)}/{name}" not in self.tensors)
-        self.tensors[f"part/{key(micro, use)}/{name}"] = sketch(local)
+        use = next(i for i in count() if f"part/{events.key(micro, i)}/{name}" not in self.tensors)
+        self.tensors[f"part/{events.key(micro, use)}/{name}"] = sketch(local)
         if self.whole:
-            self.tensors |= self.sketching.contribution(key(micro, use), name, local)
+            self.tensors |= self.sketching.contribution(events.key(micro, use), name, local)
         same = box is not None and tuple(b - a for a, b in box) == tuple(local.shape)  # else it is a part of a sum
         self.part_shapes[name], self.part_boxes[name] = tuple(local.shape), box if same else None
 
