@@ -88,7 +88,7 @@ def terms(analysis: Analysis) -> dict[str, list[tuple[float, LossTerm]]]:
     """By its place in the program: (how often its micro-batch counts in the gradient, the term)."""
     share = step_shares(analysis)
     found: dict[str, list[tuple[float, LossTerm]]] = defaultdict(list)
-    for rank, event in analysis.events(LossTerm):
+    for rank, event in analysis.of(LossTerm):
         if (rank, event.micro) in share:
             found[event.site].append((share[rank, event.micro], event))
     return dict(found)

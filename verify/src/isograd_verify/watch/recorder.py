@@ -17,19 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from isograd_verify.record import events
-from isograd_verify.record.sketch import (
-    SMALL,
-    Projected,
-    digest,
-    dtype_name,
-    in_bf16,
-    project,
-    project_row,
-    sketch,
-    squares,
-    worthwhile,
-)
+from isograd_verify.record import events, sketch
 from isograd_verify.watch import foreign
 from isograd_verify.watch.flows import memory
 from isograd_verify.watch.life import Life
@@ -42,7 +30,7 @@ class Sketching:
 
     def __init__(self, limit: int, boxes: dict[str, tuple[foreign.Box, tuple[int, ...]]], beyond: int | None) -> None:
         self.limit, self.boxes, self.asked = limit, boxes, beyond is not None
-        self.small = SMALL if beyond is None else beyond
+        self.small = sketch.SMALL if beyond is None else beyond
         self.on = self.asked
 
     def reserve(self, size: int) -> None:
@@ -55,26 +43,26 @@ class Sketching:
         box, whole = self.boxes.get(name) or (foreign.box_of(of), foreign.whole_shape(of))
         in_a_row = box is not None and len(box) == 1 != len(whole)
         shape = whole if in_a_row else tuple(value.shape)
-        if not self.on or not value.is_floating_point() or not worthwhile(shape, value.numel(), self.small):
+        if not self.on or not value.is_floating_point() or not sketch.worthwhile(shape, value.numel(), self.small):
             return {}
         if in_a_row and box is not None:
-            sums = project_row(value, whole, box[0][0])
+            sums = sketch.project_row(value, whole, box[0][0])
         else:
             own = box is not None and tuple(b - a for a, b in box) == shape
-            sums = project(value, tuple(a for a, _ in box) if box is not None and own else ())
+            sums = sketch.project(value, tuple(a for a, _ in box) if box is not None and own else ())
         return _paths(kind, name, sums, torch.float64 if value.dtype == torch.float64 else torch.float32)
 
     def contribution(self, number: int, name: str, value: Tensor) -> dict[str, Tensor]:
         """What a backward added on this rank: a shard's is explained by these where its place is not known yet."""
         least = self.small // MOST_CUT  # of a large tensor's shard
-        if not self.on or not worthwhile(tuple(value.shape), value.numel(), least):
+        if not self.on or not sketch.worthwhile(tuple(value.shape), value.numel(), least):
             return {}
-        sums = project(value)
-        small = {d: torch.stack([sketch(row) for row in along]) for d, along in sums.along.items()}
-        return _paths(str(number), name, Projected(sums.shape, small), torch.float64)
+        sums = sketch.project(value)
+        small = {d: torch.stack([sketch.sketch(row) for row in along]) for d, along in sums.along.items()}
+        return _paths(str(number), name, sketch.Projected(sums.shape, small), torch.float64)
 
 
-def _paths(kind: str, name: str, sums: Projected, dtype: torch.dtype) -> dict[str, Tensor]:
+def _paths(kind: str, name: str, sums: sketch.Projected, dtype: torch.dtype) -> dict[str, Tensor]:
     return {f"along/{kind}/{dim}/{name}": along.to(dtype) for dim, along in sums.along.items()}
 
 
@@ -199,12 +187,13 @@ class Recorder(Life):
         if between and self._sums_gradients(op, covers, local):
             self.snapped = False  # the clip came before the sum: gradients are what the sum leaves
         module = self.behind if phase == "backward" else self.stack[-1] if self.stack else ""
+        dtype = sketch.dtype_name(local[0]) if local else ""
         call = events.Collective(
-            *self.now, n=self.numbers, op=op, group=ranks, peer=peer, dtype=dtype_name(local[0]) if local else "",
+            *self.now, n=self.numbers, op=op, group=ranks, peer=peer, dtype=dtype,
             numel=sum(t.numel() for t in local), bytes=sum(t.numel() * t.element_size() for t in local),
             start=time.time() - self.began, phase=phase, module=module, site=foreign.call_site(self.base),
             covers=tuple(sorted(covers)), passed=self.backwards, reduce=reduce, inside=self.in_function > 0,
-            narrow=op in events.REDUCING and all(map(in_bf16, local)),
+            narrow=op in events.REDUCING and all(map(sketch.in_bf16, local)),
         )  # fmt: skip
         self.event(call)
         return call
@@ -227,7 +216,7 @@ class Recorder(Life):
             root = reference()
             for name, buffer in root.named_buffers() if root is not None else ():
                 if buffer.numel() <= MOST_ELEMENTS and not foreign.imagined(buffer):
-                    now[prefix + foreign.plain_name(name)] = digest(foreign.local(buffer))
+                    now[prefix + foreign.plain_name(name)] = sketch.digest(foreign.local(buffer))
         changed = tuple(name for name, hashed in now.items() if self.buffers.get(name, hashed) != hashed)
         self.buffers = now
         if changed and self.micro >= 0:  # else between two steps, where buffers are changed as parameters are
@@ -283,7 +272,7 @@ class Recorder(Life):
         micro = max(self.micro + (1 if self.in_function else 0), 0)  # in a Function's forward: before its backward
         # Checkpointed modules arrive once per use: later arrivals in one backward are contributions of their own.
         use = next(i for i in count() if f"part/{events.key(micro, i)}/{name}" not in self.tensors)
-        self.tensors[f"part/{events.key(micro, use)}/{name}"] = sketch(local)
+        self.tensors[f"part/{events.key(micro, use)}/{name}"] = sketch.sketch(local)
         if self.whole:
             self.tensors |= self.sketching.contribution(events.key(micro, use), name, local)
         same = box is not None and tuple(b - a for a, b in box) == tuple(local.shape)  # else it is a part of a sum
@@ -329,10 +318,12 @@ class Recorder(Life):
         self.active, was = False, self.active  # bringing a DTensor into its parameter's place may communicate
         part = foreign.placed_like(parameter, gradient)
         self.active = was
-        self.tensors[f"sum/{name}"] = sketch(part, self.offset(name, parameter, part))
+        self.tensors[f"sum/{name}"] = sketch.sketch(part, self.offset(name, parameter, part))
         self.gradients[name] = {
-            "gradient_hash": digest(part), "gradient_dtype": dtype_name(part), "squares": squares(part),
-        }  # fmt: skip
+            "gradient_hash": sketch.digest(part),
+            "gradient_dtype": sketch.dtype_name(part),
+            "squares": sketch.squares(part),
+        }
         if self.whole:
             self.keep(f"final/{name}", part, parameter)
 

@@ -82,7 +82,7 @@ def coefficients_unjudged(analysis: Analysis) -> Iterator[Finding]:
     config = any(record.of(Coefficient) for record in analysis.recording.ranks)
     if analysis.step != analysis.recording.steps[0] or analysis.world == 1 or config:
         return
-    events = [event for _, event in analysis.events(LossTerm)]
+    events = [event for _, event in analysis.of(LossTerm)]
     times = {e.site: e.weights[0] / e.weights[e.joined] for e in events if e.joined > 0 and e.weights[e.joined]}
     known = {site: factor for site, factor in times.items() if site not in analysis.losses and abs(factor) != 1}
     if known:
@@ -203,7 +203,7 @@ def counted_once(analysis: Analysis) -> Iterator[Finding]:
 
 
 def _changes(analysis: Analysis, buffers: re.Pattern[str]) -> Iterator[tuple[int, Changed, str]]:
-    for rank, event in analysis.events(Changed):
+    for rank, event in analysis.of(Changed):
         yield from ((rank, event, name) for name in event.names if buffers.search(name))
 
 

@@ -98,7 +98,7 @@ def summed_inside(analysis: Analysis) -> Iterator[Finding]:
 def rewritten(analysis: Analysis) -> Iterator[Finding]:
     """Gradients that the program changes itself, other than by a factor, are judged as they were before."""
     if analysis.put_back:
-        site = next(event.site for _, event in analysis.events(Rewritten))
+        site = next(event.site for _, event in analysis.of(Rewritten))
         sentence = (
             f"step {analysis.step}: {listed(analysis.put_back)} were changed by the program itself before the step, "
             f"and not by one factor ({site}): they are judged as they were before"
@@ -237,7 +237,7 @@ def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
 def other_data(analysis: Analysis) -> tuple[tuple[int, ...], tuple[str, ...]] | None:
     """(ranks that hold parts of one model, sum activations in forward and were given different data; what is cut over
     them). Ranks that exchange tokens of experts, or gather parts of sequences, have data of their own."""
-    forward = [e for _, e in analysis.events(Collective) if e.phase == "forward"]
+    forward = [e for _, e in analysis.of(Collective) if e.phase == "forward"]
     own = {e.group for e in forward if e.op in ("all_to_all", "all_gather", "reduce_scatter")}
     for group in {e.group for e in forward if e.op == "all_reduce" and e.numel > 1} - own:
         given = analysis.data_of(group)

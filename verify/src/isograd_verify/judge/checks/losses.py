@@ -66,7 +66,7 @@ def undivided(analysis: Analysis) -> Iterator[Finding]:
     """Losses that nobody can count are divided by the number of micro-batches, where each is a mean of its own."""
     told: dict[str, dict[Key, float]] = defaultdict(dict)
     share = step_shares(analysis) if analysis.micros > 1 and not analysis.losses else {}
-    for rank, event in analysis.events(Uncounted) if share else ():
+    for rank, event in analysis.of(Uncounted) if share else ():
         told[event.site][rank, event.micro] = event.weight
     for site, weights in told.items():
         total = sum(share.get(key, 0.0) * weight for key, weight in weights.items())
@@ -259,7 +259,7 @@ def _mean_terms(analysis: Analysis, tolerance: float) -> Iterator[tuple[str, dic
     micro-batch with one weight (a loss in chunks) is one; with several weights (row by row, say) it is a mean of means
     on purpose, and no term."""
     terms: dict[str, dict[Key, list[MeanWeight]]] = defaultdict(lambda: defaultdict(list))
-    for rank, event in analysis.events(MeanWeight):
+    for rank, event in analysis.of(MeanWeight):
         terms[event.term][rank, event.micro].append(event)
     for term, means in terms.items():
         if all(spread(one.weight for one in found) <= tolerance for found in means.values()):

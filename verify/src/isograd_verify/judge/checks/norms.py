@@ -15,7 +15,7 @@ from isograd_verify.tell.wording import axis_over, spread
 
 def norms(analysis: Analysis) -> Iterator[Finding]:
     """All ranks use one norm, it counts every element once, and they clip by one factor."""
-    reported = {rank: event.value for rank, event in analysis.events(Norm)}  # earlier ones may be of a step left out
+    reported = {rank: event.value for rank, event in analysis.of(Norm)}  # earlier ones may be of a step left out
     bars = _bars(reported)
     names = analysis.learning
     omitted = _omits_experts(analysis, reported)
@@ -59,7 +59,7 @@ def _per_rank(analysis: Analysis, what: str, values: dict[int, float], names: tu
 
 def scaled_clips(analysis: Analysis) -> Iterator[Finding]:
     """Gradients are clipped when a gradient scaler has taken its factor from them."""
-    one = next((clip for _, clip in analysis.events(ScaledClip)), None)
+    one = next((clip for _, clip in analysis.of(ScaledClip)), None)
     if one is not None:
         sentence = (
             f"step {analysis.step}: gradients are clipped at {one.bound:g} while the gradient scaler's factor "
@@ -92,7 +92,7 @@ def scaled_apart(analysis: Analysis) -> Iterator[Finding]:
 def clipped_apart(analysis: Analysis, found: dict[Key, float]) -> bool:
     """Whether the contributions of each rank have a factor of its own, as after a clip by its own norm: the larger the
     norm that it reported, the smaller its factor, and factor x norm one number where both were clipped."""
-    reported = {rank: event.value for rank, event in analysis.events(Norm)}
+    reported = {rank: event.value for rank, event in analysis.of(Norm)}
     by_rank: dict[int, list[float]] = {}
     for (rank, _), value in found.items():
         by_rank.setdefault(rank, []).append(value)
@@ -111,7 +111,7 @@ def clipped_apart(analysis: Analysis, found: dict[Key, float]) -> bool:
 def clipped_early(analysis: Analysis, found: dict[Key, float]) -> bool:
     """Whether each rank has clipped before its last backward, and what was there by then counts less than the rest."""
     last = max(micro_of(m) for _, m in found)
-    events = [(rank, event.micro) for rank, event in analysis.events(Norm) if event.micro < last]
+    events = [(rank, event.micro) for rank, event in analysis.of(Norm) if event.micro < last]
     clip = {rank: max(micro for r, micro in events if r == rank) for rank, _ in events}
     behind = [value for (rank, m), value in found.items() if micro_of(m) > clip.get(rank, last)]
     before = [value for (rank, m), value in found.items() if micro_of(m) <= clip.get(rank, last)]

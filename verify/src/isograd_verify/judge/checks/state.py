@@ -131,7 +131,7 @@ def missing(analysis: Analysis) -> Iterator[Finding]:
         sentence = f"step {analysis.step}: the gradients of {listed(bad)} are not finite on {spell(ranks)}"
         yield Finding(BUG, "non-finite", sentence, tensors=bad, axis=spell(ranks))
     lost = tuple(n for n in trainable if analysis.contributions(n) and not any(i.gradient for i in infos[n]))
-    stepped = any(not event.note for _, event in analysis.events(Step))
+    stepped = any(not event.note for _, event in analysis.of(Step))
     if lost and stepped:  # else a program may have thrown them away after a step of its own
         axis = axis_over(analysis.recording, analysis.all_ranks)
         whom = f"all {len(lost)} gradients" if len(lost) == len(trainable) else listed(lost)

@@ -115,7 +115,7 @@ def signature(event: Collective) -> tuple[object, ...]:
 def groups(analysis: Analysis) -> Iterator[Finding]:
     """Groups that reduce gradients are axes of some mesh: ranks at equal distances."""
     odd = {}
-    for _, event in analysis.events(Collective):
+    for _, event in analysis.of(Collective):
         g = event.group
         if len(g) > 2 and event.covers and len({b - a for a, b in pairwise(g)}) > 1:
             odd[tuple(g)] = event
@@ -137,7 +137,7 @@ def reduced_in_half(analysis: Analysis) -> list[Collective]:
     narrow = [{n for n, i in about.items() if i.gradient_dtype in HALF} for about in analysis.about]
     return [
         e
-        for rank, e in analysis.events(Collective)
+        for rank, e in analysis.of(Collective)
         if e.op in REDUCING
         and e.dtype in HALF
         and e.phase != "forward"
@@ -150,7 +150,7 @@ def reductions(analysis: Analysis, smallest: int = 2) -> list[Collective]:
     """Collectives of the step that may have summed gradients, of at least so many elements."""
     kinds = ("all_reduce", "reduce_scatter", "reduce", "all_to_all", "send", "recv")
     phases = ("backward", "other", "step")
-    return [e for _, e in analysis.events(Collective) if e.op in kinds and e.phase in phases and e.numel >= smallest]
+    return [e for _, e in analysis.of(Collective) if e.op in kinds and e.phase in phases and e.numel >= smallest]
 
 
 def dtypes(analysis: Analysis) -> Iterator[Finding]:
@@ -172,7 +172,7 @@ def dtypes(analysis: Analysis) -> Iterator[Finding]:
 def row_sums(analysis: Analysis) -> Iterator[Finding]:
     """The rows of one token id are summed without losing what is added."""
     lost: dict[str, list[tuple[float, int, RowSums]]] = defaultdict(list)
-    for rank, e in analysis.events(RowSums):
+    for rank, e in analysis.of(RowSums):
         lost[e.module].append((e.error, rank, e))
     for module, told in lost.items():
         worst = max(told, key=lambda one: one[:2])[2]
@@ -189,7 +189,7 @@ def random_draws(analysis: Analysis) -> Iterator[Finding]:
     """Ranks that hold the same activation drop the same elements of it."""
     draws: dict[tuple[str, int, int], dict[int, Draw]] = defaultdict(dict)
     count: Counter[tuple[int, str, int]] = Counter()
-    for rank, event in analysis.events(Draw):
+    for rank, event in analysis.of(Draw):
         key = (rank, event.module, event.forward)
         draws[(event.module, event.forward, count[key])][rank] = event
         count[key] += 1
@@ -214,7 +214,7 @@ def random_draws(analysis: Analysis) -> Iterator[Finding]:
 def shared_draws(analysis: Analysis) -> Iterator[Finding]:
     """Ranks that hold different activations drop different elements of them."""
     masks: dict[tuple[str, int, str], dict[int, Draw]] = defaultdict(dict)
-    for rank, event in analysis.events(Draw):
+    for rank, event in analysis.of(Draw):
         if event.mask and math.prod(event.shape) >= FEWEST:
             masks[event.module, event.forward, event.mask].setdefault(rank, event)
     shared: dict[str, tuple[int, ...]] = {}
@@ -235,7 +235,7 @@ def replayed_draws(analysis: Analysis) -> Iterator[Finding]:
     """What a module makes of an input without a graph, it makes of it again with one: representations were cached."""
     apart: dict[str, int] = {}
     cached: dict[tuple[int, str, str], set[str]] = defaultdict(set)
-    for rank, event in analysis.events(Draw):
+    for rank, event in analysis.of(Draw):
         key = (rank, event.module, event.into)
         if not event.graph:
             cached[key].add(event.out)
