@@ -128,7 +128,7 @@ def first_divergence(reference: Recording, candidate: Recording) -> list[Finding
                 continue  # a rank's own experts make a part of what all make
             shuffled = shuffled or same_numbers(made, whole[f"out/{label}"])
             axis = axis_over(candidate, tuple(range(candidate.world)))
-            if shuffled and _columns_moved(made, whole[f"out/{label}"], _classes(record)):
+            if shuffled and _columns_moved(made, whole[f"out/{label}"], record):
                 sentence = (
                     f"forward: the columns of {module}, which are the loss's classes, stand in another order than "
                     f"one device has them, and labels count them (rank {record.rank})"
@@ -151,13 +151,9 @@ def first_divergence(reference: Recording, candidate: Recording) -> list[Finding
     return _backward(whole, sums, candidate, step)
 
 
-def _classes(record: RankRecord) -> set[int]:
-    """Of how many classes cross-entropies had labels."""
-    return {event.classes for event in record.of(Loss)}
-
-
-def _columns_moved(made: Tensor, whole: Tensor, classes: set[int]) -> bool:
+def _columns_moved(made: Tensor, whole: Tensor, record: RankRecord) -> bool:
     """Whether each row of logits is one of the reference's rows, with its columns in another order."""
+    classes = {event.classes for event in record.of(Loss)}  # of which cross-entropies had labels
     if made.dim() != 2 or made.shape[1] not in classes or made.shape[1:] != whole.shape[1:]:
         return False
     return contained(made.sort(1).values, whole.sort(1).values).found

@@ -78,14 +78,10 @@ def compare_tensor(
         return Tensorwise(name, places, errors, judged(max(ratios)))
     if isinstance(truth, Tensor):
         kinds.add(dtype_name(truth))
-    return Tensorwise(name, places, errors, _by_limits(least, most, kinds))
-
-
-def _by_limits(least: float, most: float, kinds: Iterable[str]) -> str:
-    """The verdict on a relative error between two bounds, by the widest limits among these dtypes."""
-    limits = [tolerances.LIMITS.get(kind, tolerances.LIMITS["float32"]) for kind in kinds]
+    limits = [tolerances.LIMITS.get(kind, tolerances.LIMITS["float32"]) for kind in kinds]  # the widest count
     low, high = max(low for low, _ in limits), max(high for _, high in limits)
-    return PASS if most <= low else BUG if not least <= high else INCONCLUSIVE
+    verdict = PASS if most <= low else BUG if not least <= high else INCONCLUSIVE
+    return Tensorwise(name, places, errors, verdict)
 
 
 def block_error(found: Value, expected: Value, whole: float, dtype: str = "") -> Distance:

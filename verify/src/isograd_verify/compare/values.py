@@ -82,7 +82,8 @@ def place(local: Value, whole: Value, info: Parameter, index: int, holders: int)
     even = _even(local.shape[dim], whole.shape[dim], dim, index, holders)
     if isinstance(local, Projected) or isinstance(whole, Projected):
         local, whole = projected(local), projected(whole)
-    if local.numel() and not (info.constant if isinstance(local, Projected) else _constant(local)):
+    constant = info.constant if isinstance(local, Projected) else not bool((local != local.reshape(-1)[:1]).any())
+    if local.numel() and not constant:
         if even is not None and bool(_close(_rows(local, dim), _rows(even.of(whole), dim)).all()):
             return even  # equal rows elsewhere do not matter
         found = _match(_rows(local, dim), _rows(whole, dim))
@@ -97,10 +98,6 @@ def _even(size: int, of: int, dim: int, index: int, holders: int) -> Place | Non
         return None
     part = index * (of // size) // holders
     return Place(((dim, tuple(range(part * size, (part + 1) * size))),))
-
-
-def _constant(t: Tensor) -> bool:
-    return not bool((t != t.reshape(-1)[0]).any())
 
 
 def _rows(t: Value, dim: int) -> Tensor:

@@ -106,7 +106,8 @@ def describe(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
     parted = _all_parted(recording)
     at = {r.rank: _at(r, where) for r in recording.ranks}
     if not parted:
-        last = "; ".join(f"rank {r.rank}: {_last(r)}{at[r.rank]}" for r in recording.ranks)
+        seen = {r.rank: [f"last seen in {e.op} at {e.site}," for e in r.of(Collective)][-1:] for r in recording.ranks}
+        last = "; ".join(f"rank {r}: {''.join(told) or 'no collective yet,'}{at[r]}" for r, told in seen.items())
         return Finding(BUG, "", f"hang: nothing happened for {stall:g} s; {last}")
     group, number, here = min(parted, key=lambda p: min(e.start for e in p[2].values()))
     sentence = f"hang: {_who(here, 'wait', ' in')} (collective {number + 1} over {spell(group)})"
@@ -162,11 +163,6 @@ def _at(record: RankRecord, where: dict[Path, str]) -> str:
         return " has ended"
     found = place(where.get(record.path, ""))
     return f" is at {found}" if found else ""
-
-
-def _last(record: RankRecord) -> str:
-    events = record.of(Collective)
-    return f"last seen in {events[-1].op} at {events[-1].site}," if events else "no collective yet,"
 
 
 # -- the end of it -----------------------------------------------------------------------------------------------

@@ -66,7 +66,9 @@ class Capture(Recorder):
         self.close_step()
         if not self.active:
             return
-        if self.micro >= 0 and self._thrown_away():
+        added = [p for n, p in self.learn_names().items() if n in self.part_shapes] if self.micro >= 0 else []
+        held = [p.held if isinstance(p, foreign.FlatPiece) else p.grad for p in added]
+        if added and not any(g is not None and bool(foreign.local(g).any()) for g in held):  # gradients thrown away
             self.cleared = self.micro + 1
             if self.snapped:  # the norm was looked at, and the step left out: as after an overflow
                 self.drop_before(self.cleared)
@@ -85,11 +87,6 @@ class Capture(Recorder):
         at, loss = foreign.call_site(self.base), self.reduced
         self.event(Backward(*self.now, site=at, loss=loss, summed=summed, scaled=scaled))
         self.reduced = ""
-
-    def _thrown_away(self) -> bool:
-        """Whether no parameter still has what earlier backwards of this step added to it."""
-        added = [p for n, p in self.learn_names().items() if n in self.part_shapes]
-        return bool(added) and not any(map(foreign.holds_gradient, added))
 
     def drop_before(self, micro: int) -> None:
         """Forgets what backwards before this micro-batch added: their gradients were thrown away."""

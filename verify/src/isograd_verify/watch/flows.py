@@ -65,7 +65,9 @@ class Flows:
         places = zip(func._schema.arguments, args, strict=False)
         written = [v for a, v in places if a.alias_info is not None and a.alias_info.is_write]
         if name == "copy_" and args[1].requires_grad:
-            self._restore(args[0])
+            # Over a part of what was gathered: the own part, in every known use.
+            known = self.marks.get(memory(args[0]), (None, {}))[1]
+            known |= {number: OTHERS for number, how in known.items() if how == CUT}
             found = self.of(strided(args))
         for t in [*strided(written), *strided(result)]:
             if t.is_floating_point() or t.is_complex():  # a choice among numbers has no gradient to lose
@@ -87,11 +89,6 @@ class Flows:
             self.marks[key] = StorageWeakRef(t.untyped_storage()), {}
         known = self.marks[key][1]
         known |= {number: min(how, known.get(number, how)) for number, how in marks.items()}
-
-    def _restore(self, t: Tensor) -> None:
-        """Something with a gradient is written over a part of what was gathered: the own part, in every known use."""
-        _, known = self.marks.get(memory(t), (None, {}))
-        known |= {number: OTHERS for number, how in known.items() if how == CUT}
 
 
 def memory(t: Tensor) -> int:

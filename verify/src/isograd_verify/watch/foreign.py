@@ -8,7 +8,6 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # path segments that wrappers add
@@ -104,13 +103,6 @@ def members(group: Any) -> tuple[int, ...]:
         return tuple(range(group.size())) if hasattr(group, "size") else ()
 
 
-def flat_modules(module: torch.nn.Module) -> Iterator[tuple[str, FullyShardedDataParallel]]:
-    """FSDP1's modules with parameters of their own, each with its name in `module`."""
-    for name, child in module.named_modules():
-        if isinstance(child, FullyShardedDataParallel) and child._handle is not None:
-            yield plain_name(name), child
-
-
 def flat(parameter: Tensor) -> bool:
     """Whether a parameter is FSDP1's flat one, of many joined into one."""
     return bool(getattr(parameter, "_is_flat_param", False))
@@ -155,12 +147,6 @@ def views(module: FullyShardedDataParallel) -> dict[str, Tensor]:
         if isinstance(value, Tensor) and value.grad_fn is not None:
             found[plain_name(name)] = value
     return found
-
-
-def holds_gradient(parameter: Held) -> bool:
-    """Whether what backwards have added so far is still there."""
-    gradient = parameter.held if isinstance(parameter, FlatPiece) else parameter.grad
-    return gradient is not None and bool(local(gradient).any())
 
 
 def whole_shape(parameter: Held) -> tuple[int, ...]:
@@ -208,11 +194,6 @@ def box_of(parameter: Held) -> tuple[tuple[int, int], ...] | None:
     if contract is not None and not contract.shards:
         return tuple((0, size) for size in contract.shape)
     return None
-
-
-def replicated(parameter: Tensor) -> bool:
-    """Whether a DTensor is whole on every rank."""
-    return isinstance(parameter, DTensor) and all(isinstance(p, Replicate) for p in parameter.placements)
 
 
 def shell(module: torch.nn.Module) -> bool:

@@ -179,7 +179,8 @@ def added(summed: Tensor) -> tuple[int, bool]:
         mask = _mask_of(node, kind)
         if mask is not None and mask.numel() and size % mask.numel() == 0:
             return int(mask.sum()) * (size // mask.numel()), True
-        if kind not in _PASSES or (kind == "Div" and not _single(_saved_tensor(node, "other"))):
+        divisor = _saved_tensor(node, "other") if kind == "Div" else None
+        if kind not in _PASSES or (divisor is not None and divisor.numel() != 1):
             break
         if kind == "Sum":
             size = math.prod(node._saved_self_sym_sizes)
@@ -211,7 +212,3 @@ def _saved_tensor(node: Any, name: str) -> Tensor | None:
     saved = getattr(node, f"_raw_saved_{name}", None)
     data = getattr(saved, "data", None) if getattr(saved, "unpack_hook", None) is None else None
     return data if isinstance(data, Tensor) and data.layout is torch.strided else None
-
-
-def _single(kept: Tensor | None) -> bool:
-    return kept is None or kept.numel() == 1

@@ -239,8 +239,10 @@ class Recorder(Life):
             self.event(events.Coefficient(*self.now, name=name, value=value))
         for name, child in inner.named_modules():
             self.modules.setdefault(child, (prefix + foreign.plain_name(name)).rstrip("."))
-        for name, child in foreign.flat_modules(module):
-            self.flats.append((prefix + (f"{name}." if name else ""), weakref.ref(child)))
+        for name, child in module.named_modules():  # FSDP1's, with parameters of their own
+            if isinstance(child, foreign.FullyShardedDataParallel) and child._handle is not None:
+                plain = foreign.plain_name(name)
+                self.flats.append((prefix + (f"{plain}." if plain else ""), weakref.ref(child)))
         self.modules.setdefault(module, prefix.rstrip("."))
         self.learn_names()
 

@@ -263,9 +263,5 @@ def _mean_terms(analysis: Analysis, tolerance: float) -> Iterator[tuple[str, dic
         terms[event.term][rank, event.micro].append(event)
     for term, means in terms.items():
         if all(spread(one.weight for one in found) <= tolerance for found in means.values()):
-            yield term, {key: _summed_up(found) for key, found in means.items()}
-
-
-def _summed_up(found: list[MeanWeight]) -> MeanWeight:
-    count, nonzero = sum(one.count for one in found), sum(one.nonzero for one in found)
-    return replace(found[0], count=count, nonzero=nonzero)
+            counts = {k: (sum(one.count for one in of), sum(one.nonzero for one in of)) for k, of in means.items()}
+            yield term, {k: replace(means[k][0], count=n, nonzero=nonzero) for k, (n, nonzero) in counts.items()}

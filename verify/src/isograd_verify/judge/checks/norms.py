@@ -25,7 +25,9 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
             f"step {analysis.step}: the norm ({low:.6g}{f' to {high:.6g}' if high > low else ''}) {omitted}; each "
             f"element once gives {true_norm(analysis):.6g}"
         )
-        yield Finding(BUG, "norm-omits-experts", sentence, axis=_experts_axis(analysis), coefficients=bars)
+        sets = next(sets for name in analysis.names if len(sets := analysis.replica_sets(name)) > 1)
+        axis = axis_over(analysis.recording, tuple(ranks[0] for ranks in sets))
+        yield Finding(BUG, "norm-omits-experts", sentence, axis=axis, coefficients=bars)
         return
     if len(reported) > 1 and spread(reported.values()) > tolerances.NORM:
         low, high = min(reported.values()), max(reported.values())
@@ -199,12 +201,6 @@ def _omits_experts(analysis: Analysis, reported: dict[int, float]) -> str:
         if all(abs(reported[r] - math.sqrt(others + held[r])) <= limit * truth for r in reported):
             return words
     return ""
-
-
-def _experts_axis(analysis: Analysis) -> str:
-    """The axis along which ranks hold different experts."""
-    sets = next(sets for name in analysis.names if len(sets := analysis.replica_sets(name)) > 1)
-    return axis_over(analysis.recording, tuple(ranks[0] for ranks in sets))
 
 
 def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -> Iterator[Finding]:

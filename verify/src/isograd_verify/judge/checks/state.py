@@ -161,15 +161,11 @@ def alive(analysis: Analysis) -> Iterator[Finding]:
     if any(bool(one[name].any()) for one in sums for name in names if name in one):
         return
     sentence = f"the gradients of all {len(names)} matrices are zero in {len(steps)} watched steps"
-    chance = [loss for loss in losses if loss.classes > 1 and _by_chance(loss)]
+    far = [(abs(loss.value / math.log(loss.classes) - 1), loss) for loss in losses if loss.classes > 1]
+    chance = [loss for error, loss in far if error <= tolerances.CHANCE]
     if chance:
         sentence += f", and the loss is {chance[0].value:.4f}, the logarithm of its {chance[0].classes} classes: "
         sentence += "the model gives every class the same probability and learns nothing"
     else:
         sentence += ": nothing can be learnt from them, and runs that are compared would be equal"
     yield Finding(BUG if chance else INCONCLUSIVE, "dead-model", sentence, tensors=names)
-
-
-def _by_chance(loss: Loss) -> bool:
-    expected = math.log(loss.classes)
-    return abs(loss.value - expected) <= tolerances.CHANCE * expected
