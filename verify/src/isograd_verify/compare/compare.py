@@ -379,13 +379,12 @@ def places_of(analysis: Analysis, start: Mapping[str, Value], names: dict[str, s
         found[name] = {}
         for i, rank in enumerate(holders):
             info = analysis.about[rank][name]
-            local = of_rank(analysis, rank, "parameter", name)
+            local, final = (of_rank(analysis, rank, kind, name) for kind in ("parameter", "final"))
             if theirs not in start or local is None:
                 continue
-            if _given_whole(analysis, rank, name, start[theirs]):
-                found[name][rank] = Place()
-                continue
             spot = place(local, start[theirs], info, i, len(holders))
+            if not local.numel() and final is not None and tuple(final.shape) == tuple(start[theirs].shape):
+                spot = Place()  # ZeRO 3 of DeepSpeed: nothing is held between steps, and the whole gradient is told
             if spot is not None:
                 found[name][rank] = spot
     for name in names:  # a constant bias follows its module's weight, which has values to be found by
@@ -396,13 +395,6 @@ def places_of(analysis: Analysis, start: Mapping[str, Value], names: dict[str, s
                 if rank in found[name] and cuts and analysis.about[rank][name].shape == (len(cuts[0][1]),):
                     found[name][rank] = Place(cuts)
     return found
-
-
-def _given_whole(analysis: Analysis, rank: int, name: str, whole: Value) -> bool:
-    """Whether a rank holds nothing between steps, and its engine tells the whole gradient (DeepSpeed's ZeRO 3)."""
-    local, final = (of_rank(analysis, rank, kind, name) for kind in ("parameter", "final"))
-    empty = local is not None and not local.numel()
-    return empty and final is not None and tuple(final.shape) == tuple(whole.shape)
 
 
 def _swapped(analysis: Analysis, places: dict[str, dict[int, Place]]) -> list[str]:

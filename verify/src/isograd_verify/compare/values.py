@@ -12,7 +12,6 @@ follow the weight of the same module, then their shape alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from typing import overload
@@ -82,7 +81,8 @@ def place(local: Value, whole: Value, info: Parameter, index: int, holders: int)
     even = _even(local.shape[dim], whole.shape[dim], dim, index, holders)
     if isinstance(local, Projected) or isinstance(whole, Projected):
         local, whole = projected(local), projected(whole)
-    constant = info.constant if isinstance(local, Projected) else not bool((local != local.reshape(-1)[:1]).any())
+    flat = local.reshape(-1) if isinstance(local, Tensor) else torch.tensor([])
+    constant = not bool((flat != flat[:1]).any()) if len(flat) else isinstance(local, Tensor) or info.constant
     if local.numel() and not constant:
         if even is not None and bool(_close(_rows(local, dim), _rows(even.of(whole), dim)).all()):
             return even  # equal rows elsewhere do not matter
@@ -130,18 +130,14 @@ def _match(rows: Tensor, among: Tensor) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def recorded_value(tensors: Mapping[str, Tensor], kind: str, name: str) -> Value | None:
-    """What a step's file has of a parameter ('parameter', 'after') or its gradient ('final'), whole or by sketches."""
+def of_rank(analysis: Analysis, rank: int, kind: str, name: str) -> Value | None:
+    """What a rank's file has of a parameter ('parameter', 'after') or its gradient ('final'), whole or by sketches."""
+    tensors = analysis.recording.ranks[rank].tensors(analysis.step)
     if f"{kind}/{name}" in tensors:
         return tensors[f"{kind}/{name}"]
     paths = takewhile(tensors.__contains__, (f"along/{kind}/{d}/{name}" for d in count()))
     found = {d: tensors[path].double() for d, path in enumerate(paths)}
     return Projected(tuple(t.shape[1] for t in found.values()), found) if found else None
-
-
-def of_rank(analysis: Analysis, rank: int, kind: str, name: str) -> Value | None:
-    """The same, of one rank in the step that is looked at."""
-    return recorded_value(analysis.recording.ranks[rank].tensors(analysis.step), kind, name)
 
 
 def whole_values(analysis: Analysis, kind: str) -> dict[str, Value]:

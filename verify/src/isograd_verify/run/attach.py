@@ -163,7 +163,9 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals
 
 def inspect(directory: Path, hang: Finding | None = None, command: list[str] | None = None, failed: int = 0) -> Subject:
     """What a recording shows without any reference. `failed`: the program's exit code, where it is not zero."""
-    name = _title(command or [str(directory)])
+    words = command or [str(directory)]
+    program = next((i for i, word in enumerate(words) if word.endswith(".py")), 0)
+    name = " ".join(Path(word).name for word in words[: max(6, program + 1)])
     ranks = len(list(directory.glob("rank-*")))
     if hang is not None and watching(directory):
         return Subject(name, ranks, findings=[hang])
@@ -190,12 +192,6 @@ def inspect(directory: Path, hang: Finding | None = None, command: list[str] | N
         sentence = f"{error.what} ({error.seen})" if error.seen is not None else error.what
         subject = Subject(name, ranks, findings=[Finding(INCONCLUSIVE, "", f"{error.code}: {sentence}")])
     return subject
-
-
-def _title(command: list[str]) -> str:
-    """The command up to its program, or its first words."""
-    program = next((i for i, word in enumerate(command) if word.endswith(".py")), 0)
-    return " ".join(Path(word).name for word in command[: max(6, program + 1)])
 
 
 def _failed(recording: Recording, code: int) -> Finding:

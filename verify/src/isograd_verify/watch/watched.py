@@ -99,12 +99,13 @@ def _as_one() -> Callable[..., Any]:
 def start(directory: str) -> None:
     """Begins the capture, unless it has begun; then the program has joined a process group again."""
     if _started:
-        _started[0].rejoined()
+        if _started[0] is not None:
+            _started[0].rejoined()
         return
     try:
         capture = _capture(directory)
     except Exception as error:  # a torch too old or too new for us, say: the program runs on without
-        _started.append(_Nobody())
+        _started.append(None)
         print(f"isograd-verify: cannot watch this process: {type(error).__name__}: {error}", file=sys.stderr)
         return
     _started.append(capture)
@@ -167,10 +168,6 @@ class _Steps:
         self.count += 1
         if self.shared is not None:
             self.shared[:] = self.count.to_bytes(8, "little")
-
-
-class _Nobody:
-    def rejoined(self) -> None: ...
 
 
 def _forked() -> None:
