@@ -1,8 +1,7 @@
-"""Names what is wrong with gradients that differ from the reference's.
+"""Names what is wrong with gradients that differ from the reference's (docs/verify.md, how a bug gets its name).
 
-For each wrong tensor, in this order: is it missing or zero; is it the truth times one factor; is it made of the same
-contributions with other coefficients (regressed twice: the truth, and what was observed, on what each rank's backward
-added); is it right in some rows only; is it the truth permuted. Tensors with one symptom become one finding.
+Of each wrong tensor, in this order: is it missing or zero; the truth times one factor; made of the same contributions
+with other coefficients; right in some rows only; the truth permuted. Tensors with one symptom become one finding.
 """
 
 from __future__ import annotations

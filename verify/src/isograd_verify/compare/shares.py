@@ -1,9 +1,8 @@
 """With what factor a backward's gradient is a part of the gradient of one device (combined.py adds them).
 
-One device's loss is a mean over all labels of a step, or a sum, or divided by a number of the program's own: the
-program's first step in a world of one tells which. Where each micro-batch there is a mean of its own and nothing
-divides by their number, the gradient of one device is that of the mean over all labels at once: accumulating changes
-how a step is computed, not what. Where nothing can be told, there is no reference (NoReference).
+One device's loss is a mean over all labels of a step, or a sum, or divided by a number of the program's own: its first
+step in a world of one tells which. Where each micro-batch there is a mean of its own and nothing divides by their
+number, it is the mean over all labels at once: accumulating changes how a step is computed, not what.
 """
 
 from __future__ import annotations

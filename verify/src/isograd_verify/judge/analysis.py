@@ -1,9 +1,8 @@
 """One step of a recording, read as gradients: who holds which part of each parameter, and what it is made of.
 
-Holders of the same part are replicas; they are told apart by the box that a DTensor or contract declares, else by
-their bytes before the step. A parameter that is constant (a norm's ones) and differs afterwards may be either: then
-`unsure` has its name. Holders of row shards of one tensor (FSDP) form a cover; its gradient is put together before it
-is explained, for what each rank contributed was whole.
+Holders of the same part are replicas; they are told apart by the box that a DTensor or contract declares, else by their
+bytes before the step (`unsure`: constant ones, which may be either). Holders of row shards of one tensor (FSDP) form a
+cover; its gradient is put together before it is explained, for what each rank contributed was whole.
 """
 
 from __future__ import annotations

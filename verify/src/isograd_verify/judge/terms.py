@@ -15,17 +15,13 @@ from isograd_verify.tell.wording import meanings, spread
 
 def shares(analysis: Analysis, found: Fit) -> dict[Key, float]:
     """How often what each micro-batch computed counts in the gradient."""
-    return {
-        key: c / len(_same_data(analysis, key, found.classes[first]))
-        for first, c in found.coefficients.items()
-        for key in found.classes[first]
-    }
-
-
-def _same_data(analysis: Analysis, key: Key, members: tuple[Key, ...]) -> list[Key]:
-    """Members of a class that computed the very same data: their one contribution carries the class's coefficient."""
-    mine = analysis.data.get(key)
-    return [m for m in members if mine is None or analysis.data.get(m) == mine] or [key]
+    told: dict[Key, float] = {}
+    for first, c in found.coefficients.items():
+        for key in found.classes[first]:  # those that computed the very same data carry one coefficient together
+            mine = analysis.data.get(key)
+            same = [m for m in found.classes[first] if mine is None or analysis.data.get(m) == mine]
+            told[key] = c / (len(same) or 1)
+    return told
 
 
 def reference_tensor(analysis: Analysis, of: Collection[Key] = ()) -> tuple[str, Fit] | None:

@@ -6,7 +6,7 @@
     DIR/rank-0003/steps         how many optimizer steps it has taken, while it runs (see watched.py)
     DIR/rank-0003/step-0001.safetensors   gradients, parameters, sketches and activations of one optimizer step
 
-JSON and safetensors only: nothing is unpickled, every read is bounded, a file appears whole or not at all.
+Nothing is unpickled, every read is bounded, a file appears whole or not at all.
 """
 
 from __future__ import annotations

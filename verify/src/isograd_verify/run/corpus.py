@@ -44,11 +44,6 @@ class Planted:
     tensors: str
 
     @property
-    def framework(self) -> bool:
-        """Whether it is one of several bugs in a framework's program."""
-        return "/" in self.name
-
-    @property
     def lacks(self) -> str:
         """The package that its program needs, if it is not installed."""
         needs: str = getattr(self.module, "NEEDS", "")
@@ -141,7 +136,7 @@ class Bench:
         name = what.name.partition("/")[0]
         place = self.home / f"{what.name.replace('/', '-') if bug else name}-{size}-{int(bug)}-{seed}-{beyond}"
         if not place.exists():
-            argument = (what.bug if bug else "") if what.framework else bug
+            argument = (what.bug if bug else "") if "/" in what.name else bug
             self.worlds.setdefault(size, LocalRanks(size)).run(
                 partial(record, name, argument, seed, str(place), beyond), timeout=120
             )

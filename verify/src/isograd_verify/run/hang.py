@@ -1,8 +1,7 @@
 """Waits for a watched program, and tells a hang from patience: which rank waits in which collective, who never came.
 
-A program is taken to hang when no rank has said anything, or counted an optimizer step, for the stall limit, and the
-stacks of all of them are where they were half that time ago. Then it is stopped, with every process that it started.
-After the watched steps there is only the count, and who waits for another process, or serves one, is let be.
+A program hangs when no rank has said anything, or counted an optimizer step, for the stall limit, and the stacks of all
+are where they were half that time ago. After the watched steps who waits for another process, or serves one, is let be.
 """
 
 from __future__ import annotations

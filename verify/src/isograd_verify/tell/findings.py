@@ -47,9 +47,7 @@ class Subject:
     findings: list[Finding] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)  # tensor -> worst relative error over ranks and blocks
     by_rank: dict[str, list[float | None]] = field(default_factory=dict)  # tensor -> error on each rank that holds it
-    timeline: list[list[dict[str, Any]]] = field(
-        default_factory=list
-    )  # per rank: op, group, bytes, start, seconds, ...
+    timeline: list[list[dict[str, Any]]] = field(default_factory=list)  # per rank: op, group, bytes, start, ...
     facts: dict[str, str] = field(default_factory=dict)  # "loss" -> "equal to 3e-16", "overhead" -> "12 %"
     uncompared: dict[str, str] = field(default_factory=dict)  # gradients without a comparison -> why
     schedule: dict[str, str] = field(default_factory=dict)  # of a pipeline, as measured: "text" and "svg"

@@ -71,7 +71,7 @@ class Clips:
         self.capture.guarded(self.capture.snapshot)()
         result = original(parameters, *args, **kwargs)
         bound, given = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value")), [*args[1:2], None][0]
-        with_norm = original.__name__ == "clip_grads_with_norm_"
+        with_norm = original.__name__.endswith("clip_grads_with_norm_")
         norm = kwargs.get("total_norm", given) if with_norm else result
         self.capture.guarded(self._note, "norms")(parameters, bound, norm)
         return result

@@ -49,9 +49,7 @@ class Number:
     masked: bool = False  # a mask says how many numbers a sum adds up
     divided: bool = False  # a sum that a whole number divides, which is a mean
     average: bool = False  # one operator took the mean
-    own: tuple[
-        float, ...
-    ] = ()  # what a sum may be divided by to be a mean: its numbers, or its rows (kl_div's batchmean)
+    own: tuple[float, ...] = ()  # divisors that make a mean of a sum: its numbers, or its rows (kl_div's batchmean)
     elements: float = 0.0  # of a sum that something else divides: how many numbers it adds up
 
 

@@ -1,9 +1,8 @@
 """Sees of which terms a loss is made, and with which weight each of them counts: labels, a balance loss, a z-loss.
 
-A term is a number that was made of many numbers. Arithmetic on single numbers makes the loss of its terms: sums, and
-products with constants. Backward begins at the loss; the graph is walked from there down to the terms, and the
-gradient that reaches a number on the way is the weight with which it counts. Value x weight of a term is its share in
-the loss that is optimised, wherever the program multiplies.
+A term is a number that was made of many numbers; sums and products with constants make the loss of its terms. The graph
+is walked from the loss down to the terms, and the gradient that reaches a number on the way is the weight with which it
+counts: value x weight is a term's share in the loss that is optimised.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 A call is judged where its contents show that it was linear: a gather, an exchange, a part of a whole, a sum over ranks.
 Where ranks hold copies, two conventions are right beside the plain one: what came back is one gradient that all ranks
-computed, and counts once; or what was given is one tensor, and each rank is sent back the whole of its gradient. A sum
-that sends back what came is right for one gradient: where ranks with the same data send it several, a later layer is
-wrong.
+computed, and counts once; or what was given is one tensor, and each rank is sent back the whole of its gradient.
 """
 
 from __future__ import annotations
