@@ -25,7 +25,7 @@ def mine(seed: int) -> list[Tensor]:
 
 
 def everyones(x: Tensor) -> Tensor:
-    found: Tensor = plain.Gather.apply(x, 0)  # type: ignore[no-untyped-call]
+    found: Tensor = plain.gathered(x, 0)
     return found
 
 
@@ -68,7 +68,7 @@ class SummingScores(Scores):
     """Its scale's gradient is that of all ranks' rows when backward leaves it."""
 
     def scale(self) -> Tensor:
-        summed: Tensor = plain.Copy.apply(self.logit_scale)  # type: ignore[no-untyped-call]
+        summed: Tensor = plain.copied(self.logit_scale)
         return summed
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,24 +26,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-class AllToAll(torch.autograd.Function):
-    """x[r] goes to rank r; result[r] came from rank r. Backward is the same exchange: it is its own inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        received = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, x.contiguous())
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, gradient.contiguous())
-        return received
+def swapped(x: Tensor) -> Tensor:
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous())
+    return received
 
 
-def exchange(x: Tensor) -> Tensor:
-    return AllToAll.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+exchange = plain.move(swapped, swapped)  # x[r] goes to rank r; result[r] came from rank r: its own inverse
 
 
 class ToHeads(nn.Module):
@@ -149,7 +137,7 @@ def gather_backward_sum(bug: bool, seed: int) -> None:
     gradient."""
     model = plain.seeded(plain.GatheredMlp, seed)
     model.shard()
-    model.gather = plain.Gather.apply if bug else plain.Join.apply
+    model.gather = plain.gathered if bug else plain.joined
     for _ in plain.backwards(model, seed):
         pass
 
@@ -162,7 +150,7 @@ def cut_graph(bug: bool, seed: int) -> None:
     so all layers before the gather stay as they were initialised, and the loss still falls."""
     model = plain.seeded(plain.GatheredMlp, seed)
     model.shard()
-    model.gather = plain.gather if bug else plain.Join.apply
+    model.gather = plain.gather if bug else plain.joined
     for _ in plain.backwards(model, seed):
         pass
 
@@ -359,8 +347,8 @@ class Normed(plain.ShardedMlp):
     """Tokens are cut along the sequence outside of the two linear layers, which are cut along their features."""
 
     def block(self, x: Tensor) -> Tensor:
-        whole = plain.Gather.apply(self.norm(x), 1)  # type: ignore[no-untyped-call]  # [batch, sequence, hidden]
-        mine: Tensor = plain.ScatterSum.apply(self.down(F.gelu(self.up(whole))), 1)  # type: ignore[no-untyped-call]
+        whole = plain.gathered(self.norm(x), 1)
+        mine: Tensor = plain.scattered(self.down(F.gelu(self.up(whole))), 1)
         return x + mine  # [batch, sequence / tp, hidden]
 
 

@@ -68,13 +68,13 @@ def gathered(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
-    gather_weights: Callable[[Tensor, int, Any], Tensor] = plain.Gather.apply,
+    gather_weights: Callable[[Tensor, int, Any], Tensor] = plain.gathered,
 ) -> Tensor:
     """All ranks' tokens come to my experts, and what these make of them goes back."""
-    everyones, theirs = plain.Gather.apply(x, 0, seat.group), gather_weights(weights, 0, seat.group)  # type: ignore[no-untyped-call]
+    everyones, theirs = plain.gathered(x, 0, seat.group), gather_weights(weights, 0, seat.group)
     mine = numbered(plain.gather(chosen, 0, seat.group), seat)
     here = forward(everyones, mine, theirs) + 0 * (everyones + theirs.sum())  # without tokens, too, backward comes by
-    return plain.ScatterSum.apply(here, 0, seat.group)  # type: ignore[no-any-return, no-untyped-call]
+    return plain.scattered(here, 0, seat.group)
 
 
 @transformers_program(
@@ -102,18 +102,7 @@ def hugging_experts(bug: str, seed: int) -> None:
         average(model, seat, bug)
 
 
-class Slice(torch.autograd.Function):
-    """Forward: my rows. Backward: all ranks' rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Of rows that all ranks hold, this rank's."""
-        return plain.mine(x, 0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Gather them."""
-        return plain.gather(gradient, 0)
+my_rows = plain.move(plain.mine, plain.gather)  # of rows that all ranks hold
 
 
 def everywhere(
@@ -143,7 +132,7 @@ def hugging_sequence(bug: str, seed: int) -> None:
     spread(model, 1, seat, gathered)
     block = model.model.layers[1].mlp
     whole = block.forward
-    block.forward = lambda x: plain.Join.apply(whole(Slice.apply(x)), 0)  # type: ignore[no-untyped-call]
+    block.forward = lambda x: plain.joined(whole(my_rows(x, 0)), 0)
     for step in plain.steps(model):
         tokens, labels = plain.batch(seed + step)
         (plain.cross_entropy(logits_of(model, tokens), labels) / plain.valid(labels)).backward()

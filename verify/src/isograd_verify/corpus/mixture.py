@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd_verify.corpus.plain import HIDDEN, VOCAB, Gather, ScatterSum
+from isograd_verify.corpus.plain import HIDDEN, VOCAB, gathered, scattered
 
 EXPERTS, CHOSEN, INNER = 4, 2, 5
 
@@ -73,7 +73,7 @@ class Mixture(nn.Module):
         self.shared_expert = nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN))
         self.shared_gate = nn.Linear(HIDDEN, 1, bias=False)
         self.register_buffer("choice_bias", torch.zeros(EXPERTS))
-        self.gather_weights: Callable[[Tensor, int, Any], Tensor] = Gather.apply
+        self.gather_weights: Callable[[Tensor, int, Any], Tensor] = gathered
 
     def scores(self, x: Tensor) -> Tensor:
         """The softmax over all experts, for each token."""
@@ -99,9 +99,9 @@ class Mixture(nn.Module):
     def routed(self, x: Tensor, weights: Tensor) -> Tensor:
         """What the routed experts add, each with its weight."""
         group, here = self.seat.group, EXPERTS // self.seat.ep
-        everyones, theirs = Gather.apply(x, 0, group), self.gather_weights(weights, 0, group)  # type: ignore[no-untyped-call]
+        everyones, theirs = gathered(x, 0, group), self.gather_weights(weights, 0, group)
         mine = theirs[:, self.seat.index * here :][:, :here]
-        return ScatterSum.apply(self.experts(everyones, mine), 0, group)  # type: ignore[no-any-return, no-untyped-call]
+        return scattered(self.experts(everyones, mine), 0, group)
 
 
 class Model(nn.Module):

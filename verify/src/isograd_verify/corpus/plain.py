@@ -144,69 +144,33 @@ def gather(x: Tensor, dim: int, group: Any = None) -> Tensor:
     return torch.cat(pieces, dim)
 
 
-class Copy(torch.autograd.Function):
-    """Forward: nothing. Backward: sum over the group. In front of column-parallel layers."""
+def move(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of a tensor with a backward of its own; both get the arguments that stand behind the tensor."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any = None) -> Tensor:
-        ctx.group = group
-        return x
+    class Move(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
+            ctx.args = args
+            return forward(x, *args)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return total(gradient, ctx.group), None
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return backward(gradient, *ctx.args), *(None for _ in ctx.args)
 
-
-class Sum(torch.autograd.Function):
-    """Forward: sum over the group. Backward: nothing. Behind row-parallel layers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any = None) -> Tensor:
-        return total(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    apply: Callable[..., Tensor] = Move.apply
+    return apply
 
 
-class Gather(torch.autograd.Function):
-    """Forward: all-gather along a dimension. Backward: reduce-scatter. Sequence-parallel column layers, rows of all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any = None) -> Tensor:
-        ctx.over = dim, group
-        return gather(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        dim, group = ctx.over
-        return mine(total(gradient, group), dim, group), None, None
+def my_sum(x: Tensor, dim: int, group: Any = None) -> Tensor:
+    """This rank's part of the sum over a group."""
+    return mine(total(x, group), dim, group)
 
 
-class ScatterSum(torch.autograd.Function):
-    """Forward: reduce-scatter along a dimension. Backward: all-gather. Sequence-parallel row layers, experts' rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any = None) -> Tensor:
-        ctx.over = dim, group
-        return mine(total(x, group), dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gather(gradient, *ctx.over), None, None
-
-
-class Join(torch.autograd.Function):
-    """Forward: all-gather. Backward: what follows is computed alike on all ranks, so this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
-        ctx.dim = dim
-        return gather(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return mine(gradient, ctx.dim).contiguous(), None
+copied = move(lambda x, group=None: x, total)  # in front of column-parallel layers
+summed = move(total, lambda gradient, group=None: gradient)  # behind row-parallel layers
+gathered = move(gather, my_sum)  # in front of column layers under sequence parallelism, and of experts: rows of all
+scattered = move(my_sum, gather)  # behind row layers under sequence parallelism, and experts
+joined = move(gather, mine)  # what follows is computed alike on all ranks
 
 
 def cut(whole: nn.Linear, dim: int, group: Any = None) -> nn.Linear:
@@ -220,14 +184,6 @@ def cut(whole: nn.Linear, dim: int, group: Any = None) -> nn.Linear:
 
 
 INNER = 12
-
-
-def copied(x: Tensor, group: Any = None) -> Tensor:
-    return Copy.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def summed(x: Tensor, group: Any = None) -> Tensor:
-    return Sum.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ShardedMlp(Mlp):
@@ -266,7 +222,7 @@ class GatheredMlp(nn.Module):
         self.up = nn.Linear(HIDDEN, INNER)
         self.norm = nn.LayerNorm(INNER)
         self.head = nn.Linear(INNER, VOCAB)
-        self.gather: Callable[[Tensor, int], Tensor] = Join.apply
+        self.gather: Callable[[Tensor, int], Tensor] = joined
 
     def shard(self) -> None:
         self.up = cut(self.up, 0)
