@@ -21,6 +21,7 @@ from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.contributions import same_factor
 from isograd_verify.record.events import LabelWeight, Loss, LossTerm, MeanWeight, Step
 from isograd_verify.record.recording import RankRecord, Recording
+from isograd_verify.tell.wording import equal
 
 SEVERAL = (
     "the loss has terms whose numbers of elements vary differently from rank to rank, or are not known: no one factor "
@@ -131,7 +132,7 @@ def counts_all(alone: Recording, again: list[Again]) -> None:
     for site in own.keys() & set(_sites(all_rows)):
         calls = [call for terms in all_rows for call in terms.get(site, [])]
         whole, now = (sum(call.total for call in of) for of in (own[site], calls))
-        a_sum = not _one(whole) and _equal([call.weight for call in (*own[site], *calls)])
+        a_sum = not _one(whole) and equal([call.weight for call in (*own[site], *calls)])
         if not same_factor(whole, now) and not a_sum:
             raise NoReference(
                 f"the labels of the loss at {site} weigh {now:.4g} together where one device is given the rows of all "
@@ -149,7 +150,7 @@ def steady(candidate: Recording, step: int, begin: int) -> bool:
                 return False
         for site in _sites([terms_of(own, step) for own in candidate.ranks]):
             first, now = ([c for own in candidate.ranks for c in terms_of(own, n).get(site, [])] for n in (begin, step))
-            same = _equal([call.weight for call in (*first, *now)])
+            same = equal([call.weight for call in (*first, *now)])
             if not same and not same_factor(sum(call.total for call in first), sum(call.total for call in now)):
                 return False
     return True
@@ -254,10 +255,6 @@ def _sites(again: list[TermTracker]) -> Iterator[str]:
     return iter(dict.fromkeys(site for terms in again for site in terms))
 
 
-def _equal(values: list[float]) -> bool:
-    return max(values) - min(values) <= tolerances.FACTOR * max(map(abs, values))
-
-
 def _one(weight: float) -> bool:
     """Or minus one: a loss may be the negative of a mean of log-probabilities."""
     return abs(abs(weight) - 1) <= tolerances.FACTOR
@@ -272,7 +269,7 @@ def _means_of_their_own(alone: list[Call], again: list[list[Call]], factor: floa
     if not alone or not all(_one(sum(call.total for call in calls) * factor) for calls in micros):
         return False
     counts = [sum(call.count for call in calls) for calls in micros]
-    return not _equal(counts) or all(call.average for calls in micros for call in calls)
+    return not equal(counts) or all(call.average for calls in micros for call in calls)
 
 
 def _as_that(pair: Pair, other: Pair, sure: bool) -> bool:
@@ -280,8 +277,8 @@ def _as_that(pair: Pair, other: Pair, sure: bool) -> bool:
     an operator takes some mean of that weight."""
     ours, theirs = ([call for calls in of for call in calls] for of in (pair, other))
     same = [(a.micro, a.count) for a in ours] == [(b.micro, b.count) for b in theirs]
-    uneven = same and not _equal([call.count for call in ours])
-    alike = uneven and _equal([a.weight / b.weight for a, b in zip(ours, theirs, strict=True)])
+    uneven = same and not equal([call.count for call in ours])
+    alike = uneven and equal([a.weight / b.weight for a, b in zip(ours, theirs, strict=True)])
     return alike or (sure and all(call.average for call in ours))
 
 
@@ -299,14 +296,14 @@ def _expected_weight(
     per_label = whole / sum(call.count for call in replayed)
     if _one(whole) or sure:
         return per_label
-    if _equal(weights) and _one(weights[0] * factor):
+    if equal(weights) and _one(weights[0] * factor):
         return weights[0] * factor  # a sum
     if factor != 1 and _one(factor * sum(call.count for call in alone)):
         return per_label  # a sum with a coefficient, and gradients that are divided by the number of labels
     scale[site] = whole
-    if _equal(weights) and not _equal(counts):
+    if equal(weights) and not equal(counts):
         return weights[0] * factor  # divided by a number of the program's own
-    if not _equal(counts) and _equal([call.total for call in replayed]):
+    if not equal(counts) and equal([call.total for call in replayed]):
         return per_label
     if all(call.average for call in calls) and len({call.micro for call in alone}) == 1:
         return per_label

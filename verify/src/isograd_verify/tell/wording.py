@@ -64,17 +64,18 @@ def spread(values: Iterable[float]) -> float:
 def labelled(found: dict[Key, float]) -> tuple[tuple[str, float], ...]:
     """Coefficients with their names, for bars; micro-batches and ranks that are alike are one."""
     ranks, micros = {k for k, _ in found}, {m for _, m in found}
-    if len(micros) > 1 and all(_alike([c for (k, _), c in found.items() if k == rank]) for rank in ranks):
+    if len(micros) > 1 and all(equal([c for (k, _), c in found.items() if k == rank]) for rank in ranks):
         found = {(k, 0): c for (k, _), c in found.items()}
     elif (
-        len(ranks) > 1 and len(micros) > 1 and all(_alike([c for (_, j), c in found.items() if j == m]) for m in micros)
+        len(ranks) > 1 and len(micros) > 1 and all(equal([c for (_, j), c in found.items() if j == m]) for m in micros)
     ):
         return tuple((_micro(m), c) for m, c in sorted({m: c for (_, m), c in found.items()}.items()))
     several = len({m for _, m in found}) > 1
     return tuple((f"rank {k}, {_micro(m)}" if several else f"rank {k}", c) for (k, m), c in sorted(found.items()))
 
 
-def _alike(values: list[float]) -> bool:
+def equal(values: Iterable[float]) -> bool:
+    """Whether numbers are one number, to the precision of a factor."""
     return spread(values) <= tolerances.FACTOR
 
 
