@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isograd.comm.launch import World
-from isograd_verify.record.projection import SMALL
+from isograd_verify.record.sketch import SMALL
 from isograd_verify.watch.capture import Capture
 
 VOCABULARY, HIDDEN, LAYERS = 4096, 512, 6

@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from isograd_verify.record.projection import SMALL
-from isograd_verify.record.sketch import sketch
+from isograd_verify.record.sketch import SMALL, sketch
 from isograd_verify.watch.capture import Capture
 
 VOCABULARY, HIDDEN, INNER = 32000, 2048, 5632

@@ -31,9 +31,8 @@ from isograd.prove.case import Case
 from isograd.prove.prove import assert_same_gradients, make, one_device, verify
 from isograd.prove.slopes import taylor_test
 from isograd_verify.compare.compare import compare
-from isograd_verify.corpus.plain import Mlp, cross_entropy, my_rows, seeded, valid
+from isograd_verify.corpus.plain import Mlp, ShardedMlp, cross_entropy, my_rows, seeded, valid
 from isograd_verify.corpus.plain import batch as uneven
-from isograd_verify.corpus.sharded import ShardedMlp
 from isograd_verify.record.recording import Recording
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS
 from isograd_verify.tell.report import Report

@@ -65,7 +65,7 @@ def _train(name, argument, seed, directory, feed=""):
 def verdict_of(what, wrong, worlds, home):
     """The verdict beside one device, and what was said first."""
     name, module = what.name.partition("/")[0], what.module
-    argument = (what.bug if wrong else "") if what.framework else wrong
+    argument = (what.bug if wrong else "") if "/" in what.name else wrong
     worlds.setdefault(module.WORLD, LocalRanks(module.WORLD)).run(partial(_train, name, argument, 0, str(home)))
     write_json(home / "recording.json", {"version": VERSION, "layout": module.LAYOUT})
 

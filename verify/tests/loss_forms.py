@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import isograd_verify
-from isograd_verify.corpus.plain import Copy, cut
+from isograd_verify.corpus.plain import copied, cut
 from isograd_verify.watch.capture import Capture
 
 VOCABULARY, WIDTH, ROWS = 6, 5, 9
@@ -331,7 +331,7 @@ def train_cut(divisor: str) -> None:
     batches = [batch(micro, rank=0) for micro in range(2)]
     total = sum((labels != -100).sum() for _, labels in batches)
     for x, labels in batches:
-        losses = VocabularyParallel.apply(head(Copy.apply(torch.tanh(body(x)))), labels.clamp(min=0))
+        losses = VocabularyParallel.apply(head(copied(torch.tanh(body(x)))), labels.clamp(min=0))
         mask = (labels != -100).double()
         loss = (losses.view(-1) * mask.view(-1)).sum() / (1.7 * (total if divisor == "all" else 2 * mask.sum()))
         loss.backward()

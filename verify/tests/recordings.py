@@ -10,9 +10,8 @@ from torch import Tensor
 
 from isograd_verify.record import events
 from isograd_verify.record.events import Event
-from isograd_verify.record.projection import project, worthwhile
 from isograd_verify.record.recording import VERSION, RankWriter, Recording, write_json
-from isograd_verify.record.sketch import digest, sketch, squares
+from isograd_verify.record.sketch import digest, project, sketch, squares, worthwhile
 from isograd_verify.watch.given import described
 
 RATE = 0.1

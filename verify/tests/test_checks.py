@@ -15,8 +15,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd_verify.corpus.plain import HIDDEN, VOCAB, Mlp, batch, cross_entropy, micro_batches, seeded, valid
-from isograd_verify.corpus.sharded import ShardedMlp
+from isograd_verify.corpus.plain import (
+    HIDDEN,
+    VOCAB,
+    Mlp,
+    ShardedMlp,
+    batch,
+    cross_entropy,
+    micro_batches,
+    seeded,
+    valid,
+)
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks import CHECKS, check
 from isograd_verify.record.events import Collective, Event

@@ -11,11 +11,10 @@ import torch
 
 from isograd_verify.compare.compare import compare
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.judge.checks.dead import alive
+from isograd_verify.judge.checks.state import alive
 from isograd_verify.record.events import Event, Loss
 from isograd_verify.run.corpus import Bench, every_name
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding
-from isograd_verify.tell.wording import finding
 
 from .recordings import Held, Step, numbers, write
 
@@ -61,7 +60,7 @@ def test_a_model_is_dead_when_no_matrix_has_a_gradient_in_any_step(tmp_path: Pat
 
 def test_a_finding_has_an_id_of_the_catalogue() -> None:
     with pytest.raises(KeyError):
-        finding(BUG, "dead-modle", "a typing error")
+        Finding(BUG, "dead-modle", "a typing error")
 
 
 def test_the_page_on_a_new_check_runs_as_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -267,7 +267,7 @@ def two_ranks(unreduced: tuple[str, ...]) -> list[list[Step]]:
 def test_a_factor_of_one_is_a_defect_of_the_verifier_and_says_so(tmp_path: Path) -> None:  # V1
     step, name = Analysis(write(tmp_path, two_ranks(unreduced=())), 1), "up.weight"
     wrong: Any = SimpleNamespace(name=name, errors={0: 1.0})
-    found = diagnose._finding(step, 1, Symptom(patterns.SCALED, 1.0), [name], {}, "", {name}, [wrong])
+    found = diagnose._finding(step, diagnose.Reading(Symptom(patterns.SCALED, 1.0)), [name], {name}, [wrong])
     assert (found.verdict, "1 times what they should be: a defect of the verifier" in found.sentence) == (
         INCONCLUSIVE, True,
     )  # fmt: skip

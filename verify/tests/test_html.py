@@ -76,7 +76,7 @@ def broken() -> Subject:
     subject.findings = [
         Finding(
             BUG,
-            "B07",
+            "norm-unreduced",
             "The gradient of 7 norms holds only the part of rank 0 of each tensor-parallel group: relative error 0.5.",
             (*(name for name in names(3) if "norm" in name), "final.norm.weight", "extra.norm.bias"),
             axis="tp",
@@ -85,7 +85,9 @@ def broken() -> Subject:
             look="the hook or the bucket that reduces norm1.weight; its process group has one rank",
         ),
         Finding(BUG, "", f"{HOSTILE} is not finite {BREAKOUT}", (HOSTILE,), coefficients=(("only", math.nan),)),
-        Finding(INCONCLUSIVE, "B11", "The router picked other experts on rank 2.", ("blocks.1.mlp.up.weight",)),
+        Finding(
+            INCONCLUSIVE, "router-unreduced", "The router picked other experts on rank 2.", ("blocks.1.mlp.up.weight",)
+        ),
         Finding(NOTE, "", "The step rescaled the gradient by 0.7 on every rank."),
     ]
     return subject
@@ -104,7 +106,9 @@ def big() -> Report:
         subject.errors[name] = 10 ** -(16 - 15 * n / 1000)
     subject.timeline = [events(rank, 600) for rank in range(8)]
     coefficients = tuple((f"rank {n}", 0.0 if n == 77 else 1.0) for n in range(100))
-    subject.findings = [Finding(BUG, "B01", "Rank 77 is missing.", tuple(subject.errors), coefficients=coefficients)]
+    subject.findings = [
+        Finding(BUG, "nosync-missing", "Rank 77 is missing.", tuple(subject.errors), coefficients=coefficients)
+    ]
     return Report("big", [subject])
 
 

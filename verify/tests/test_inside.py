@@ -23,7 +23,7 @@ from isograd_verify.record.events import Backward
 from isograd_verify.record.recording import Recording
 from isograd_verify.run.ranks import LocalRanks
 from isograd_verify.tell.findings import BUG, PASS
-from isograd_verify.watch.steps import Steps
+from isograd_verify.watch.life import Steps
 
 from . import loops
 

@@ -15,7 +15,7 @@ from isograd_verify.record.recording import Recording
 from isograd_verify.run.attach import inspect
 from isograd_verify.run.ranks import LocalRanks
 from isograd_verify.tell.findings import BUG, NOTE
-from isograd_verify.watch.masks import added
+from isograd_verify.watch.means import added
 
 from . import loss_forms
 

@@ -14,11 +14,10 @@ from isograd_verify.tell.accepted import accept
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject
 from isograd_verify.tell.outputs import github, junit, sarif, summary
 from isograd_verify.tell.report import Report
-from isograd_verify.tell.wording import finding
 
 from .recordings import Held, Step, numbers, write
 
-CUT = finding(
+CUT = Finding(
     BUG, "cut-graph", "step 1: all_gather at src/train.py:33 in loss has no backward <&>\x00", tensors=("a", "b"),
     axis="dp", coefficients=(("rank 0", 0.5),), site="src/train.py:33 in loss",
 )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks import check
-from isograd_verify.judge.checks.data import own_data
+from isograd_verify.judge.checks.copies import own_data
 from isograd_verify.record.events import Collective, Draw, Event
 from isograd_verify.record.recording import Recording
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isograd_verify.compare.placement import Place, place
+from isograd_verify.compare.values import Place, place
 from isograd_verify.record.events import Parameter
 
 from .recordings import Held, numbers, told

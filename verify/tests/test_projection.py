@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isograd_verify.record.projection import COUNT, project, project_row, weights
+from isograd_verify.record.sketch import COUNT, project, project_row, weights
 
 from .recordings import numbers
 

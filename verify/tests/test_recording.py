@@ -122,12 +122,12 @@ DAMAGED: dict[str, tuple[Damage, str, str]] = {
     "an event without its kind": (lambda h: append(h / "rank-0000/events.jsonl", '{"n":1}\n'), "IG715", "line 7"),
     "an event of an unknown kind": (lambda h: append(h / "rank-0000/events.jsonl", '{"k":"x"}\n'), "IG715", "line 7"),
     "a field of another type": (
-        lambda h: append(h / "rank-0000/events.jsonl", '{"k":"end","n":"1","seconds":2}\n'), "IG715", "n is '1'",
+        lambda h: append(h / "rank-0000/events.jsonl", '{"k":"End","n":"1","seconds":2}\n'), "IG715", "n is '1'",
     ),
     "a field that is not known": (
-        lambda h: append(h / "rank-0000/events.jsonl", '{"k":"start","color":1}\n'), "IG715", "unknown ['color']",
+        lambda h: append(h / "rank-0000/events.jsonl", '{"k":"Start","color":1}\n'), "IG715", "unknown ['color']",
     ),
-    "an end of nothing": (lambda h: append(h / "rank-0000/events.jsonl", '{"k":"end"}\n'), "IG715", "rank-0000"),
+    "an end of nothing": (lambda h: append(h / "rank-0000/events.jsonl", '{"k":"End"}\n'), "IG715", "rank-0000"),
     "events nested without end": (
         lambda h: append(h / "rank-0000/events.jsonl", "[" * 200_000 + "\n"), "IG715", "rank-0000",
     ),
@@ -140,7 +140,7 @@ DAMAGED: dict[str, tuple[Damage, str, str]] = {
         lambda h: (h / "rank-0001/rank.json").write_text('{"version": 1}'), "IG716", "rank-0001",
     ),
     "a rank.json that is missing": (lambda h: (h / "rank-0001/rank.json").unlink(), "IG716", "rank-0001"),
-    "a newer version": (lambda h: change(h / "rank-0001/rank.json", version=3), "IG714", "rank-0001"),
+    "a newer version": (lambda h: change(h / "rank-0001/rank.json", version=4), "IG714", "rank-0001"),
     "an older version": (lambda h: change(h / "rank-0001/rank.json", version=1), "IG714", "rank-0001"),
     "a version that is no number": (lambda h: change(h / "rank-0000/rank.json", version="x"), "IG716", "rank-0000"),
     "a missing rank": (lambda h: shutil.rmtree(h / "rank-0000"), "IG713", "ranks [1]"),

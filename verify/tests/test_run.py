@@ -375,7 +375,7 @@ def test_an_error_of_the_watcher_ends_the_watching_and_not_the_program(tmp_path,
         done.append(model.weight.grad.is_sparse)
 
     done: list[bool] = []
-    monkeypatch.setattr("isograd_verify.watch.recorder.sketch", broken)
+    monkeypatch.setattr("isograd_verify.watch.recorder.sketch.sketch", broken)
     verdict, said = verdict_and_sentences(watch(tmp_path, program))
     assert done == [True]
     assert verdict == INCONCLUSIVE

@@ -80,9 +80,9 @@ def test_rows_of_ids_that_do_not_occur_are_no_sign_of_cuts() -> None:  # V11
     truth = torch.randn(12, 5, dtype=torch.float64)
     truth[[3, 7]] = 0
     wrong = truth * torch.rand(12, 1, dtype=torch.float64)
-    assert "no known pattern" in _by_shape(wrong, truth)[2]
+    assert "no known pattern" in _by_shape(wrong, truth).words
     wrong[0] = truth[0]
-    assert _by_shape(wrong, truth)[2].startswith("right in 1 of 12 rows, wrong in rows 1, 2, 4, 5 and 5 more")
+    assert _by_shape(wrong, truth).words.startswith("right in 1 of 12 rows, wrong in rows 1, 2, 4, 5 and 5 more")
 
 
 def test_a_signal_from_outside_is_not_the_program_s_fault(tmp_path: Path) -> None:

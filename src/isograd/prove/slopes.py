@@ -23,7 +23,6 @@ from isograd_verify import tolerances
 from isograd_verify.compare.numerics import direction, scale_of, slope_along
 from isograd_verify.tell.findings import BUG, Finding, Subject, kind
 from isograd_verify.tell.report import Report
-from isograd_verify.tell.wording import finding
 
 
 def taylor_test(case: MakeCase | str, layouts: str, timeout: float | None = 600.0) -> Report:
@@ -50,7 +49,7 @@ def taylor_test(case: MakeCase | str, layouts: str, timeout: float | None = 600.
 def _wrong(key: str, slope: float, promised: float) -> Finding:
     ratio = promised / slope if slope else math.inf
     sentence = f"{key}: along a random direction the loss changes by {slope:.6g}, the gradient says {promised:.6g}"
-    return finding(
+    return Finding(
         BUG, "", f"{sentence} ({ratio:.4g} times)", tensors=(key,), coefficients=(("gradient / loss", ratio),)
     )
 

@@ -1,10 +1,8 @@
 """Finds and names gradient bugs in any torch.distributed program: `isograd-verify run -- torchrun ... train.py`.
 
-The folders, in the order in which a gradient passes through them: watch/ sees it inside the program's own process,
-record/ holds what was seen, judge/ finds what is wrong without a reference and compare/ with one, tell/ puts it into
-words. run/ starts foreign programs and the corpus of known bugs (corpus/). io/ reads files from outside.
-
-Names are loaded when first used, so that `isograd-verify --help` needs no torch.
+In the order in which a gradient passes through the folders: watch/ sees it inside the program's own process, record/
+holds what was seen, judge/ finds what is wrong without a reference and compare/ with one, tell/ puts it into words.
+run/ starts foreign programs and the corpus of known bugs (corpus/). Names are loaded when first used.
 """
 
 from __future__ import annotations

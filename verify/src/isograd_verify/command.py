@@ -1,11 +1,5 @@
 """isograd-verify: the command line. Nothing of torch is imported before a command needs it.
 
-isograd-verify run -- torchrun --nproc-per-node 2 train.py any program, unmodified
-isograd-verify compare REFERENCE CANDIDATE                 two recordings
-isograd-verify bisect REFERENCE CANDIDATE ...              which of several recordings is the first wrong one
-isograd-verify merge WHOLE PART ...                        recordings of several nodes as one, judged
-isograd-verify bugs                                        the corpus: every bug, and what is said of it
-
 `isograd verify` is the same, and proves layouts of isograd's engine: isograd gives this module what it needs for that,
 by an argument, or by an entry point where `isograd-verify` is called.
 """
@@ -29,7 +23,6 @@ from isograd_verify.io.command_line import Parser, exit_code
 if TYPE_CHECKING:
     from isograd_verify.tell.report import Report
 
-VERBS = ("run", "compare", "bisect", "merge", "bugs")
 ABOUT = "Find and name gradient bugs in any torch.distributed program."
 EPILOG = """verbs:
   {prog} run -- COMMAND           watch any program that trains, unmodified
@@ -75,8 +68,7 @@ def registered() -> EngineProof | None:
 
 
 def command(words: list[str], prog: str, proof: EngineProof | None) -> int:
-    """One command, as words behind `prog`. `proof`: of the engine that calls this; None: look for one that is
-    registered."""
+    """One command, as words behind `prog`. `proof`: of the engine that calls this, else one that is registered."""
     verb = words[0] if words and words[0] in VERBS else ""
     rest = words[1:] if verb else words
     if not verb:
@@ -98,32 +90,20 @@ def command(words: list[str], prog: str, proof: EngineProof | None) -> int:
         return 2
     if proof is not None and not verb:
         return _tell(proof.prove(options), options)
-    return {"compare": _compare, "bisect": _bisect, "merge": _merge, "bugs": _bugs}[verb](options)
+    return VERBS[verb][1](options)
 
 
 def parser_for(verb: str, prog: str, proof: EngineProof | None) -> Parser:
     """The parser of 'isograd-verify VERB'; verb '' is the proof of a case, where something can prove one."""
-    about = {
-        "": proof.ABOUT if proof is not None else ABOUT,
-        "run": "Watch a program that trains, without editing it, and check what needs no reference.",
-        "compare": "Compare two recordings of 'verify run --record' (or of ig.verify(keep=...)) and diagnose.",
-        "bisect": "Find the first wrong one of several recordings, of revisions in their order.",
-        "merge": "Put the recordings of several nodes together, and check what needs no reference.",
-        "bugs": "Plant every bug of the corpus, and run its clean twin; print what is said of each.",
-    }[verb]
+    options = VERBS[verb][0] if verb else None
+    about = proof.ABOUT if proof is not None else ABOUT
     epilog = None if verb else EPILOG.format(prog=prog) + ("" if proof is not None else ALONE)
     parser = Parser(
-        prog=f"{prog} {verb}".strip(), description=about, allow_abbrev=False,
+        prog=f"{prog} {verb}".strip(), description=options.__doc__ if options else about, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, epilog=epilog,
     )  # fmt: skip
-    if verb:
-        {
-            "run": _run_options,
-            "compare": _compare_options,
-            "bisect": _bisect_options,
-            "merge": _merge_options,
-            "bugs": _bugs_options,
-        }[verb](parser)
+    if options is not None:
+        options(parser)
         return parser
     parser.add_argument("--version", action="version", version=f"isograd-verify {__version__}")
     if proof is not None:
@@ -147,6 +127,7 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
+    """Watch a program that trains, without editing it, and check what needs no reference."""
     parser.add_argument("--record", metavar="DIR", help="keep the recording in this new directory")
     parser.add_argument(
         "--steps", default="3", metavar="WHICH", help="optimizer steps to watch: 3 (the default), 'first,every 1000'"
@@ -169,6 +150,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare_options(parser: argparse.ArgumentParser) -> None:
+    """Compare two recordings of 'verify run --record' (or of ig.verify(keep=...)) and diagnose."""
     parser.add_argument("reference", help="a recording: one device, or another layout")
     parser.add_argument("candidate", help="the recording to judge")
     parser.add_argument("--rename", metavar="FILE", help="JSON object: the candidate's name to the reference's")
@@ -177,6 +159,7 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bisect_options(parser: argparse.ArgumentParser) -> None:
+    """Find the first wrong one of several recordings, of revisions in their order."""
     parser.add_argument("reference", help="a recording that is right: one device, or another layout")
     parser.add_argument("candidates", nargs="+", help="recordings of revisions, the oldest first")
     parser.add_argument("--ignore-data", action="store_true", help="compare although the data differ")
@@ -184,12 +167,14 @@ def _bisect_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _merge_options(parser: argparse.ArgumentParser) -> None:
+    """Put the recordings of several nodes together, and check what needs no reference."""
     parser.add_argument("whole", help="a new directory for the recording of all ranks")
     parser.add_argument("parts", nargs="+", help="what 'verify run --record DIR' left on each node")
     _report_options(parser)
 
 
 def _bugs_options(parser: argparse.ArgumentParser) -> None:
+    """Plant every bug of the corpus, and run its clean twin; print what is said of each."""
     parser.add_argument("names", nargs="*", help="ids (default: all)")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="weights and data to try (default 1)")
     parser.add_argument("--log", metavar="FILE", help="keep each outcome here; those it has are not run again")
@@ -236,7 +221,7 @@ def _run(options: argparse.Namespace) -> int:
     from isograd_verify.run import beside
     from isograd_verify.run.attach import run
     from isograd_verify.tell.findings import NOTE, Finding
-    from isograd_verify.watch.steps import Steps
+    from isograd_verify.watch.life import Steps
 
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     Steps.of(options.steps)  # refused before anything runs
@@ -334,3 +319,12 @@ def _bugs(options: argparse.Namespace) -> int:
         return 0
     log = Path(options.log) if options.log else None
     return table(every_name(options.names), max(1, options.seeds), _say, log)
+
+
+VERBS = {
+    "run": (_run_options, _run),
+    "compare": (_compare_options, _compare),
+    "bisect": (_bisect_options, _bisect),
+    "merge": (_merge_options, _merge),
+    "bugs": (_bugs_options, _bugs),
+}

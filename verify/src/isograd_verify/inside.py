@@ -1,15 +1,12 @@
 """Watching from inside the program, where `isograd-verify run` cannot start it: three lines, or a callback.
 
-    import isograd_verify
     with isograd_verify.watching("recording"):
         train()                                         # a loop, trainer.fit(...), trainer.train()
-
     trainer = Trainer(..., callbacks=[isograd_verify.trainer_callback("recording")])          # of transformers
     trainer = Trainer(..., callbacks=[isograd_verify.lightning_callback("recording")])        # of Lightning
 
-The first steps are watched; then every hook is taken out. At the end rank 0 prints what `verify run` would have told,
-when all ranks have written. The folder is one that all ranks reach, and new; it holds sketches, not whole gradients,
-unless `whole=True`, for `isograd-verify compare`.
+The first steps are watched. At the end rank 0 prints what `verify run` would have told, when all ranks have written.
+The folder is one that all ranks reach, and new; `whole=True` keeps whole gradients in it, for `isograd-verify compare`.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from isograd_verify.errors import VerifyError
-from isograd_verify.record.recording import VERSION, finished, write_json
+from isograd_verify.record.recording import describe, ranks_so_far
 from isograd_verify.run.attach import inspect
 from isograd_verify.tell.report import Report
 from isograd_verify.watch import foreign
@@ -66,12 +63,15 @@ class watching:
         if self.rank:
             return
         until = time.monotonic() + PATIENCE
-        while finished(self.directory) < self.world and time.monotonic() < until:
+        while time.monotonic() < until and self._finished() < self.world:
             time.sleep(0.1)
         self.directory.mkdir(parents=True, exist_ok=True)
-        write_json(self.directory / "recording.json", {"version": VERSION, "layout": self.layout})
+        describe(self.directory, layout=self.layout)
         self.report = Report("isograd_verify.watching()", [inspect(self.directory)])
         print(self.report, flush=True)
+
+    def _finished(self) -> int:
+        return sum(bool(about.get("finished")) for about in ranks_so_far(self.directory).values())
 
     def __enter__(self) -> Self:
         self.start()

@@ -1,10 +1,8 @@
 """A pytest plugin, registered by installing isograd-verify: a test's own training function, on ranks and watched.
 
-    @pytest.mark.isograd(ranks=2)
-    def test_my_training_step():
-        train(steps=2)          # on each of two ranks, in one gloo group; a bug of its gradients fails the test
-
-The function takes no fixtures: it runs in other processes, which import it by the name of its module.
+@pytest.mark.isograd(ranks=2)
+def test_my_training_step():
+    train(steps=2)          # on each of two ranks, in one gloo group; it takes no fixtures
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def watched(fn: Callable[[], Any], ranks: int = 2, steps: int = 2) -> Any:
     """The report of a function's gradients, which runs on so many new ranks."""
     from isograd_verify.io import tempdir
-    from isograd_verify.record.recording import VERSION, write_json
+    from isograd_verify.record.recording import describe
     from isograd_verify.run.attach import inspect
     from isograd_verify.run.ranks import LocalRanks
     from isograd_verify.tell.report import Report
@@ -57,7 +55,7 @@ def watched(fn: Callable[[], Any], ranks: int = 2, steps: int = 2) -> Any:
             world.run(partial(_on_rank, fn, str(home), steps), timeout=300.0)
         finally:
             world.close()
-        write_json(home / "recording.json", {"version": VERSION, "layout": "", "steps": steps})
+        describe(home, layout="", steps=steps)
         return Report(f"{fn.__module__}.{fn.__name__} on {ranks} ranks", [inspect(home)])
 
 

@@ -57,7 +57,7 @@ SCALED = 1e-3  # of a gradient scaler's factor (2^16, at first): no bound of a c
 SHIFT, SHIFT_HALF = 1e-3, 5e-2
 ROW_SUMS = 4.0  # eps that sums of an embedding's rows are off (watch/rows.py). Chosen: 3 % in bf16
 
-# -- a model that does not learn (judge/checks/dead.py) -----------------------------------------------------------
+# -- a model that does not learn (judge/checks/state.py) -----------------------------------------------------------
 
 CHANCE = 1e-2  # of ln(classes): a cross-entropy of zero logits is that number, to one rounding of bf16 (4e-3)
 
@@ -78,7 +78,7 @@ LIMITS = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-3), "float16": (3e-2, 2e
 # dtypes, 40 of 2430 right tensors in fp32 and 136 in bf16 were above their limits; with these none.
 FLOOR = 1e-6
 FLOORS = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 3e-2}
-# Sketches estimate an error from m sums (record/projection.py): the quotient of two norms is true to about 1 / sqrt(m),
+# Sketches estimate an error from m sums (record/sketch.py): the quotient of two norms is true to about 1 / sqrt(m),
 # and is taken for true to ESTIMATE of these. Blocks have ESTIMATE_LEAST sums and more.
 ESTIMATE, ESTIMATE_LEAST = 4.0, 16
 # Errors in units of measured noise: below the first, rounding; above the second, a bug. Measured: at most 2.63.
@@ -110,7 +110,7 @@ ROW = 1e-6  # of the tensor, for one row of it: right in some rows only. Chosen,
 PERMUTED, PERMUTED_SMALL = 1e-6, 1e-9  # sorted numbers are the same numbers; of the tensor's size
 BIAS = 1e-6  # a module's extra output is its bias, so many times
 WORST = 0.1  # of the largest error of any rank: a rank with this much of it shows the symptom. Chosen
-# A factor beside flipped choices of experts (compare/beyond_flips.py): so many times what is left of each of so many
+# A factor beside flipped choices of experts (compare/routing.py): so many times what is left of each of so many
 # tensors, of so many elements. Chosen.
 FLIP_SURE, FLIP_TENSORS, FLIP_ELEMENTS = 3.0, 2, 16
 # Activations: a row is one of the reference's, of the largest row. Chosen.

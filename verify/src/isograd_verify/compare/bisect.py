@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject
-from isograd_verify.tell.wording import finding
 
 
 def bisect(candidates: list[Path], judge: Callable[[Path], Subject]) -> Subject:
@@ -44,6 +43,6 @@ def bisect(candidates: list[Path], judge: Callable[[Path], Subject]) -> Subject:
 
 
 def _noted(subject: Subject, sentence: str, inconclusive: bool = False) -> Subject:
-    said: Finding = finding(INCONCLUSIVE if inconclusive else NOTE, "", sentence)
+    said: Finding = Finding(INCONCLUSIVE if inconclusive else NOTE, "", sentence)
     subject.findings = [said, *subject.findings]
     return subject

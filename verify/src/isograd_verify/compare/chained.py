@@ -17,7 +17,7 @@ from torch import Tensor
 from isograd_verify import tolerances
 from isograd_verify.compare.shares import SAME_DATA, NoReference, in_every_call
 from isograd_verify.record.events import Collective, Event, Input, LabelWeight, MeanWeight, Parameter, Staged, Step
-from isograd_verify.record.recording import VERSION, RankRecord, RankWriter, Recording, write_json
+from isograd_verify.record.recording import RankRecord, RankWriter, Recording, describe
 from isograd_verify.record.sketch import sketch
 
 SEND_BACK = "send back the gradient of every output of a stage that was sent, or detach it inside the stage"
@@ -105,8 +105,7 @@ def chained(candidate: Recording) -> tuple[Recording, Recording]:
     for step, chain in chains.items():
         _write(renamed, chain, in_every_call(*_loss(chain), step, scale), writer)
     writer.close()
-    about = {"version": VERSION, "layout": "1", "again": {}, "scale": scale}
-    write_json(place / "recording.json", about)
+    describe(place, layout="1", again={}, scale=scale)
     return Recording(place), renamed
 
 

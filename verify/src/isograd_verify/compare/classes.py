@@ -2,13 +2,9 @@
 
 The factor of a tensor is the number by which the reference's gradient must be multiplied to fit it best. A kind of
 parameter that each layer has (`blocks.*.norm1.weight`) has as many factors as there are layers. Their mean, over the
-mean of all other tensors' factors, is held against its noise, which is the largest of three:
-
-    the standard error of the quotient, from the differences among the tensors
-    beside an exact reference (prove.py): what the same quotient is in re-associated runs of one device, root mean
-        square; half of it from this kind alone, half from all kinds, for ten runs alone are few
-    a floor: a share of the format's eps
-
+mean of all other tensors' factors, is held against its noise, the largest of three: the standard error of the quotient,
+from the differences among the tensors; beside an exact reference (prove.py), the root mean square of the same quotient
+in re-associated runs of one device, half of it from all kinds, for ten runs alone are few; a share of the format's eps.
 A proof averages the factors over re-associated runs of the layout, which halves the noise.
 """
 
@@ -23,11 +19,10 @@ import torch
 from torch import Tensor
 
 from isograd_verify import tolerances
-from isograd_verify.compare.placement import Place, Value
-from isograd_verify.compare.values import numbers, sides
+from isograd_verify.compare.numerics import verdict
+from isograd_verify.compare.values import Place, Value, numbers, sides
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.tell.findings import BUG, INCONCLUSIVE, PASS, Finding, kind
-from isograd_verify.tell.wording import finding
+from isograd_verify.tell.findings import PASS, Finding, kind
 
 Fitted = dict[str, tuple[float, float]]  # by tensor: its factor, and what is left, relative to the gradient
 
@@ -125,16 +120,14 @@ def _shift(
     factor = _quotient(found, kinds[of], rest[of])
     scatter = (_error(found, kinds[of]) ** 2 + _error(found, rest[of]) ** 2) ** 0.5
     if not runs:
-        (low, high), noise = tolerances.KIND_PAIR, max(scatter, tolerances.KIND_PAIR_FLOOR * eps)
+        limits, noise = tolerances.KIND_PAIR, max(scatter, tolerances.KIND_PAIR_FLOOR * eps)
     else:
         seen = [{n: (run[n], found[n][1]) for n in names} for run in runs]
         squares = {k: statistics.fmean((_quotient(s, kinds[k], rest[k]) - 1) ** 2 for s in seen) for k in kinds}
         measured = ((squares[of] + statistics.fmean(squares.values())) / 2) ** 0.5
         noise = max(scatter, tolerances.KIND_AVERAGED * measured, tolerances.KIND_FLOOR * eps)
-        low, high = tolerances.KIND
-    ratio = abs(factor - 1) / noise
-    verdict = PASS if ratio <= low else INCONCLUSIVE if ratio <= high else BUG
-    return Shift(of, tuple(kinds[of]), factor, noise, verdict)
+        limits = tolerances.KIND
+    return Shift(of, tuple(kinds[of]), factor, noise, verdict(abs(factor - 1) / noise, limits))
 
 
 def _quotient(found: Fitted, names: list[str], others: list[str]) -> float:
@@ -170,5 +163,5 @@ def kind_findings(step: int, judged: list[Shift]) -> list[Finding]:
                 f"should be, beside all others; rounding leaves {one.noise:.1e}"
             )
             bars = (("reference", 1.0), ("here", one.factor))
-            told.append(finding(one.verdict, "", sentence, tensors=one.tensors, coefficients=bars))
+            told.append(Finding(one.verdict, "", sentence, tensors=one.tensors, coefficients=bars))
     return told

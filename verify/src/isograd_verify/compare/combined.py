@@ -20,18 +20,7 @@ from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, 
 from isograd_verify.compare.values import whole_values
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.record.events import (
-    Backward,
-    Collective,
-    ForwardInputs,
-    LabelWeight,
-    LossTerm,
-    Parameter,
-    Step,
-    key,
-    micro_of,
-    use_of,
-)
+from isograd_verify.record import events
 from isograd_verify.record.recording import WEIGHTS, RankRecord, RankWriter, Recording, load
 from isograd_verify.record.sketch import dtype_name
 from isograd_verify.tell.findings import listed
@@ -44,8 +33,10 @@ def distinct(candidate: Recording, step: int = 1) -> list[int]:
     """Ranks with data of their own in a step: of several that were given the same, the first."""
     seen: dict[tuple[str, ...], int] = {}
     for record in candidate.ranks:
-        given = [f"{e.micro} {name} {t.hash}" for e in record.of(ForwardInputs, step) for name, t in e.tensors.items()]
-        labels = [f"{e.micro} {e.labels}" for e in record.of(LabelWeight, step)]
+        given = [
+            f"{e.micro} {name} {t.hash}" for e in record.of(events.ForwardInputs, step) for name, t in e.tensors.items()
+        ]
+        labels = [f"{e.micro} {e.labels}" for e in record.of(events.LabelWeight, step)]
         seen.setdefault((*given, *labels) or (str(record.rank),), record.rank)
     return list(seen.values())
 
@@ -54,7 +45,7 @@ def turns(candidate: Recording) -> int:
     """How many steps make one round, in which optimizers step one after another and each their own parameters, every
     one behind backwards of its own: those of a GAN's discriminator and generator, say. 1: each step is like another."""
     stepped = [
-        {name for name, about in candidate.ranks[0].of(Step, step)[0].parameters.items() if about.trainable}
+        {name for name, about in candidate.ranks[0].of(events.Step, step)[0].parameters.items() if about.trainable}
         for step in candidate.steps
     ]
     size = next((n for n, names in enumerate(stepped[1:], 1) if names == stepped[0]), len(stepped))
@@ -71,10 +62,9 @@ def turn(one: Recording, step: int) -> Recording:
 
 
 def one_model(one: Recording, candidate: Recording) -> None:
-    """One device has all of the model: a program that cuts it by a number of ranks of its own, which is not the
-    world's, has a part there."""
-    steps = [next(iter(record.of(Step, 1)), None) for record in candidate.ranks]
-    for name, about in one.ranks[0].of(Step, 1)[0].parameters.items():
+    """One device has all of the model, not a part that a number of ranks of the program's own cuts."""
+    steps = [next(iter(record.of(events.Step, 1)), None) for record in candidate.ranks]
+    for name, about in one.ranks[0].of(events.Step, 1)[0].parameters.items():
         held = [step.parameters[name] for step in steps if step is not None and name in step.parameters]
         same_shape = all(part.box is None and part.shape == about.shape for part in held)
         if same_shape and len({part.before for part in held}) > 1 and about.before in {part.before for part in held}:
@@ -146,8 +136,7 @@ def at_once(candidate: Recording, alone: Recording, whole: list[Again], referenc
 
 
 def in_half(value: Tensor) -> bool:
-    """Whether a gradient of another dtype was computed in half precision: all of its numbers are such ones, and many
-    different ones, for 0.25 or 1 are so by chance."""
+    """Whether all numbers of a gradient, many different ones, are of half precision: it was computed so."""
     return any(torch.equal(value.to(half).to(value.dtype), value) for half in HALF) and len(value.unique()) >= DIFFERENT
 
 
@@ -166,7 +155,7 @@ def other_terms(candidate: Recording, whole: list[Again]) -> list[str]:
 
 def _terms(record: RankRecord, step: int, micro: int) -> dict[str, float]:
     shares: dict[str, float] = {}
-    for event in record.of(LossTerm, step):
+    for event in record.of(events.LossTerm, step):
         if event.micro == micro:
             shares[event.site] = shares.get(event.site, 0.0) + event.share
     return shares
@@ -207,27 +196,27 @@ def _write(
     for number, (one, share) in enumerate(zip(again, factors, strict=True)):
         for part, value in one.record.group(one.step, "part").items():
             micro, _, name = part.partition("/")
-            assert micro_of(int(micro)) == 0
-            tensors[f"part/{key(number, use_of(int(micro)))}/{name}"] = share * value
+            assert events.micro_of(int(micro)) == 0
+            tensors[f"part/{events.key(number, events.use_of(int(micro)))}/{name}"] = share * value
         for choice, value in one.record.group(one.step, "choice").items():
             tensors[f"choice/{number}/{choice.partition('/')[2]}"] = value
-        for event in one.record.of(Backward, one.step):
+        for event in one.record.of(events.Backward, one.step):
             writer.event(replace(event, step=step, micro=number))
-        for given in one.record.of(ForwardInputs, one.step):
+        for given in one.record.of(events.ForwardInputs, one.step):
             writer.event(replace(given, step=step, micro=number, forward=number))
-        for weight in one.record.of(LabelWeight, one.step):
+        for weight in one.record.of(events.LabelWeight, one.step):
             writer.event(replace(weight.times(share), step=step, micro=number))
-        for term in one.record.of(LossTerm, one.step):
+        for term in one.record.of(events.LossTerm, one.step):
             weights = tuple(share * weight for weight in term.weights)
             writer.event(replace(term, step=step, micro=number, weights=weights))
-    about = replace(own.of(Step, 1)[0], parameters=_parameters(own, tensors), backwards=len(again), left_out={})
+    about = replace(own.of(events.Step, 1)[0], parameters=_parameters(own, tensors), backwards=len(again), left_out={})
     writer.event(replace(about, step=step))
     writer.tensors(step, tensors)
 
 
-def _parameters(own: RankRecord, tensors: dict[str, Tensor]) -> dict[str, Parameter]:
+def _parameters(own: RankRecord, tensors: dict[str, Tensor]) -> dict[str, events.Parameter]:
     found = {}
-    for name, about in own.of(Step, 1)[0].parameters.items():
+    for name, about in own.of(events.Step, 1)[0].parameters.items():
         final = tensors.get(f"final/{name}")
         kind = dtype_name(final) if final is not None else about.gradient_dtype
         found[name] = replace(
@@ -257,8 +246,8 @@ def weights_stayed(candidate: Recording, alone: Recording, again: list[Again]) -
     """Every backward was done with the weights of the first step, and to the same parameters. What does not learn may
     follow the others (an average): where that matters, a backward begins otherwise."""
     step = again[0].of
-    began = (alone.ranks[0].of(Step, 1)[0] if step == 1 else again[0].about).parameters
-    frozen = {n for n, about in candidate.ranks[0].of(Step, step)[0].parameters.items() if not about.trainable}
+    began = (alone.ranks[0].of(events.Step, 1)[0] if step == 1 else again[0].about).parameters
+    frozen = {n for n, about in candidate.ranks[0].of(events.Step, step)[0].parameters.items() if not about.trainable}
     for one in again:
         now = one.about.parameters
         added = {path.partition("/")[2] for path in one.record.group(one.step, "part")}
@@ -294,7 +283,9 @@ def same_beginnings(candidate: Recording, again: list[Again]) -> None:
         limit = _limit(one)
         equal = [_direction_error(a, b) <= max(limit, tolerances.SAME) for a, b in zip(theirs, ours, strict=False)]
         if not equal or not all(equal) or len(theirs) != len(ours):
-            at = next((e.site for e in candidate.ranks[one.rank].of(Backward, one.of) if e.micro == one.micro), "")
+            at = next(
+                (e.site for e in candidate.ranks[one.rank].of(events.Backward, one.of) if e.micro == one.micro), ""
+            )
             raise Mixed(
                 f"backward at {at} begins otherwise on one device with the data of rank {one.rank}, micro-batch "
                 f"{one.micro}: its loss sees what other ranks computed, or labels that are made after the model was "
@@ -308,7 +299,7 @@ def same_outputs(candidate: Recording, again: list[Again]) -> None:
     """A model whose ranks exchange something on the way gives each the outputs that one device gives for its rows: else
     it joins the rows of several ranks (a loss inside the model, statistics of a batch)."""
     own = {rank: n for n, rank in enumerate(distinct(candidate, again[0].of))}
-    exchanged = [e for r in candidate.ranks for e in r.of(Collective, again[0].of) if e.phase == "forward"]
+    exchanged = [e for r in candidate.ranks for e in r.of(events.Collective, again[0].of) if e.phase == "forward"]
     if not any(len(own.keys() & set(e.group)) > 1 for e in exchanged):
         return
     for one in again:

@@ -1,28 +1,25 @@
 """Compares a recording with a reference: every gradient by name and block, on every rank that holds a part of it.
 
-The reference is usually one device; it may be another layout or another framework. Data must be the same
-(same_data.py); names are the same, or given by a table, or matched by shape and order. What differs
-is diagnosed (diagnose.py), and the checks that need no reference run as well.
+The reference is one device, another layout or another framework. What differs is diagnosed (diagnose.py), and the
+checks that need no reference run as well.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from isograd_verify import tolerances
-from isograd_verify.compare.classes import fit_all, kind_findings, shifts
+from isograd_verify.compare.classes import Fitted, fit_all, kind_findings, shifts
 from isograd_verify.compare.diagnose import diagnose
 from isograd_verify.compare.divergence import first_divergence
 from isograd_verify.compare.loss_terms import backward_alone, other_amounts
 from isograd_verify.compare.numerics import Noise
-from isograd_verify.compare.placement import Place, Value, place
 from isograd_verify.compare.routing import ADVICE, without_flips
 from isograd_verify.compare.same_data import same_data
 from isograd_verify.compare.tensorwise import Tensorwise, cancels, common_factor, compare_tensor, limit_of
-from isograd_verify.compare.values import difference, norm, nothing, of_rank, sides, whole_values
+from isograd_verify.compare.values import Place, Value, difference, norm, nothing, of_rank, place, sides, whole_values
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.analysis import INSIDE, Analysis
 from isograd_verify.judge.checks import check, placed
@@ -32,12 +29,12 @@ from isograd_verify.judge.checks.losses import counted, undivided
 from isograd_verify.judge.checks.traffic import local_steps
 from isograd_verify.judge.clips import only_in_both
 from isograd_verify.judge.consequences import DRIFT, row, spoilt, without_consequences
-from isograd_verify.judge.naming import class_of
+from isograd_verify.judge.patterns import class_of
 from isograd_verify.record.events import Norm, Result
 from isograd_verify.record.recording import Recording
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
 from isograd_verify.tell.report import timeline
-from isograd_verify.tell.wording import axis_over, finding, left_out
+from isograd_verify.tell.wording import axis_over, left_out
 
 UNPLACED = "which part each rank holds cannot be told, or it was too large to record"
 NOT_THERE, NOT_HERE = "the reference has no such tensor", "only the reference has such a tensor"
@@ -74,7 +71,7 @@ def compare(
         if apart := local_steps(Analysis(candidate, step)):
             explained.append(replace(apart, verdict=NOTE))
             break
-        found = _step(reference, candidate, step, rename or {}, subject, noise)
+        found = _Step(reference, candidate, step, rename or {}).judged(subject, noise)
         explained += [f for f in found if f not in explained]
         if any(f.verdict == BUG or f.sentence.endswith(ADVICE) for f in found):
             break  # later steps start from other weights
@@ -139,109 +136,209 @@ def _decided(explained: list[Finding], free: list[Finding], again: bool) -> list
 # -- one step ----------------------------------------------------------------------------------------------------
 
 
-def _step(
-    reference: Recording,
-    candidate: Recording,
-    step: int,
-    rename: dict[str, str],
-    subject: Subject,
-    noise: Noise | None,
-) -> list[Finding]:
-    theirs = Analysis(reference, step)
-    truth, start = whole_values(theirs, "final"), whole_values(theirs, "parameter")
-    analysis = Analysis(candidate, step)
-    limit = limit_of(analysis)
-    names = match_names(analysis, truth, start, rename)
-    found: list[Finding] = []
-    places = places_of(analysis, start, names)
-    moved = _other_weights(analysis, start, names, places, reference, step)
-    if moved is not None:
-        return [moved]
-    expected = {n: truth[t] if t in truth else nothing(start[t]) for n, t in names.items()}
-    lost = {n for n, t in names.items() if t not in truth and any(t in sums for sums in theirs.sums)}
-    compared, unplaced = _every_tensor(analysis, reference, names, expected, places, noise, lost)
-    unread = {t.name: INSIDE for t in compared if t.name in analysis.summed_inside}
-    unread |= {t.name: analysis.unread[t.name] for t in compared if t.name in analysis.unread}
-    compared = [t for t in compared if t.name not in unread]
-    for one in compared:
-        worst = max(one.errors.values(), default=0.0)
-        if not worst <= subject.errors.get(one.name, -1.0):
-            subject.errors[one.name] = worst
-            subject.by_rank[one.name] = [one.errors.get(r) for r in range(analysis.world)]
-    cancelled = _cancelled(analysis, theirs, names, compared)
-    found += [finding(NOTE, "", f"{listed(cancelled)}: the gradient is zero but for rounding")] if cancelled else []
-    wrong = [t for t in compared if t.verdict == BUG]
-    if noise is not None and not wrong:
-        found += common_factor(analysis, noise, names, places)
-    if noise is None and not wrong and limit > tolerances.HALF_UPDATE:
-        every, eps = fit_all(analysis, expected, names, places)
-        found += kind_findings(step, shifts(every, eps))
-    unclear = tuple(t.name for t in compared if t.verdict == INCONCLUSIVE)
-    left = dict.fromkeys(unplaced, UNPLACED) | unread
-    left |= _without_counterpart(analysis, truth, names)
-    subject.uncompared |= left
-    if unclear:
+class _Step:
+    """A step of both runs: the reference's values, and where the candidate's parts of them stand."""
+
+    def __init__(self, reference: Recording, candidate: Recording, step: int, rename: dict[str, str]) -> None:
+        self.reference, self.candidate, self.step = reference, candidate, step
+        self.theirs, self.ours = Analysis(reference, step), Analysis(candidate, step)
+        self.truth, self.start = whole_values(self.theirs, "final"), whole_values(self.theirs, "parameter")
+        self.limit = limit_of(self.ours)
+        self.names = match_names(self.ours, self.truth, self.start, rename)
+        self.places = places_of(self.ours, self.start, self.names)
+        truth, start = self.truth, self.start
+        self.expected = {n: truth[t] if t in truth else nothing(start[t]) for n, t in self.names.items()}
+
+    def judged(self, subject: Subject, noise: Noise | None) -> list[Finding]:
+        """What differs; `subject` gets the numbers."""
+        moved = self._other_weights()
+        if moved is not None:
+            return [moved]
+        found: list[Finding] = []
+        analysis, names, limit = self.ours, self.names, self.limit
+        compared, unplaced = self._every_tensor(noise)
+        unread = {t.name: INSIDE for t in compared if t.name in analysis.summed_inside}
+        unread |= {t.name: analysis.unread[t.name] for t in compared if t.name in analysis.unread}
+        compared = [t for t in compared if t.name not in unread]
+        for one in compared:
+            worst = max(one.errors.values(), default=0.0)
+            if not worst <= subject.errors.get(one.name, -1.0):
+                subject.errors[one.name] = worst
+                subject.by_rank[one.name] = [one.errors.get(r) for r in range(analysis.world)]
+        cancelled = self._cancelled(compared)
+        found += [Finding(NOTE, "", f"{listed(cancelled)}: the gradient is zero but for rounding")] if cancelled else []
+        wrong = [t for t in compared if t.verdict == BUG]
+        if noise is not None and not wrong:
+            found += common_factor(analysis, noise, names, self.places)
+        if noise is None and not wrong and limit > tolerances.HALF_UPDATE:
+            every, eps = fit_all(analysis, self.expected, names, self.places)
+            found += kind_findings(self.step, shifts(every, eps))
+        unclear = tuple(t.name for t in compared if t.verdict == INCONCLUSIVE)
+        left = dict.fromkeys(unplaced, UNPLACED) | unread
+        left |= {n: NOT_THERE for n in analysis.names if n not in names and analysis.info(n).gradient}
+        left |= {n: NOT_HERE for n in self.truth if n not in names.values()}
+        subject.uncompared |= left
+        if unclear:
+            sentence = (
+                f"step {self.step}: {listed(unclear)}: the error is more than rounding usually leaves and less than a "
+                "bug does"
+            )
+            found.append(Finding(INCONCLUSIVE, "", sentence, tensors=unclear))
+        if wrong:
+            null = {n for n, t in names.items() if self.theirs.null(t)} | set(cancelled)
+            telling = {*(t.name for t in compared), *unplaced} - null
+            told, strange = diagnose(analysis, self.reference, self.expected, wrong, telling)
+            found += told
+            names_of = tuple(sorted(t.name for t in wrong))
+            if strange:
+                found += other_amounts(analysis, self.theirs, names_of)
+            if strange and not any(f.bug for f in found if f.verdict == BUG):
+                found += first_divergence(self.reference, self.candidate) or backward_alone(
+                    analysis, self.reference, names_of, limit
+                )
+        found += self._losses(subject)
+        found += [] if wrong else self._norms()
+        if not wrong and limit < tolerances.HALF_UPDATE and all(f.verdict != BUG for f in found):  # else rounding
+            found += self._updates()
+        count = max(len(compared), len(subject.errors))  # optimizers may step in turn
+        of = f" of {count + len(left)}" if left else ""
+        subject.facts["gradients"] = f"{count}{of} compared by name, step {self.step} last"
+        return without_flips(self.reference, self.candidate, self.step, found, subject, self._factors)
+
+    def _factors(self) -> Fitted:
+        return fit_all(self.ours, self.expected, self.names, self.places)[0]
+
+    def _cancelled(self, compared: list[Tensorwise]) -> list[str]:
+        """Gradients that are zero but for rounding pass, each run with rounding of its own."""
+        fed = [tuple(of) for of in self.reference.about.get("again", {}).get(str(self.step), [])]
+        wrong = [t for t in compared if t.verdict != PASS]
+        null = [t for t in wrong if cancels(self.ours, self.theirs, t.name, self.names[t.name], fed)]
+        for tensor in null:
+            tensor.verdict = PASS
+        return [tensor.name for tensor in null]
+
+    def _every_tensor(self, noise: Noise | None) -> tuple[list[Tensorwise], list[str]]:
+        """(what was compared, names of what could not be: those, too, that the reference had and did not record)."""
+        analysis, whole = self.ours, math.hypot(*map(norm, self.expected.values()))
+        compared: list[Tensorwise] = []
+        left: list[str] = []
+        given = {key for record in self.reference.ranks for key in record.tensors(self.step)}
+        for name, theirs in self.names.items():
+            holders = analysis.holders(name)
+            if f"sum/{theirs}" not in given and not any(analysis.about[r][name].gradient for r in holders):
+                continue
+            one: Tensorwise | None = None
+            lost = theirs not in self.truth and any(theirs in sums for sums in self.theirs.sums)
+            if not lost and all(rank in self.places[name] for rank in holders):
+                one = compare_tensor(analysis, name, self.expected[name], self.places[name], whole, noise)
+            if one is None:
+                left.append(name)
+            else:
+                compared.append(one)
+        return compared, left
+
+    def _sides(self, kind: str, whole: Mapping[str, Value]) -> Iterator[tuple[str, int, Value | None, Value | None]]:
+        """(name, rank, what it holds, what it should hold) of each part that has a place in the reference's."""
+        for name, theirs in self.names.items():
+            for rank, spot in self.places[name].items():
+                if theirs in whole:
+                    yield name, rank, *sides(self.ours, rank, kind, name, whole[theirs], spot)
+
+    def _other_weights(self) -> Finding | None:
+        """The two runs must begin a step with the same weights, each rank with its own part of them."""
+        apart: set[str] = set()
+        whole = math.hypot(*map(norm, self.start.values()))
+        for name, _, local, expected in self._sides("parameter", self.start):
+            if local is None or expected is None or not local.numel():  # its weights are elsewhere until needed
+                continue
+            size = max(norm(expected), tolerances.FLOOR * whole)
+            same = tuple(local.shape) == tuple(expected.shape)
+            if not same or norm(difference(local, expected)) > tolerances.START * size:
+                apart.add(name)
+        swapped = _swapped(self.ours, self.places)
+        names = tuple(sorted({*apart, *swapped}))
+        if not names:
+            return None
+        if swapped:
+            axis = axis_over(self.candidate, tuple(sorted({r for n in swapped for r in self.places[n]})))
+            sentence = f"step {self.step}: {listed(tuple(swapped))}: ranks hold each other's shards of the weights"
+            return Finding(BUG, "resume-other-rank", sentence, tensors=names, axis=axis)
+        sentence = f"step {self.step}: weights of {listed(names)} differ although the gradients before were equal"
+        if self.step == min(self.reference.steps):
+            sentence = f"the weights of {listed(names)} differ before the first step: initialised or loaded differently"
+        return Finding(INCONCLUSIVE, "", sentence, tensors=names)
+
+    def _losses(self, subject: Subject) -> list[Finding]:
+        """The loss that a program says it optimised."""
+        both = (self.candidate, self.reference)
+        told = [[(e.loss, e.weight) for e in run.ranks[0].of(Result, self.step)] for run in both]
+        if not all(told):
+            return []
+        (ours, weight), (theirs, expected) = told[0][0], told[1][0]
+        error = abs(ours - theirs) / max(abs(theirs), 1e-30)
+        subject.facts["loss"] = f"{theirs:.6g}, relative difference {error:.1e}"
+        if error <= self.limit and weight == expected:
+            return []
+        of = f"{ours:.9g} over weight {weight:g} instead of {theirs:.9g} over {expected:g}"
+        return [Finding(BUG, "", f"step {self.step}: the loss is {of}")]
+
+    def _norms(self) -> list[Finding]:
+        """Equal gradients must give the reference's norm on every rank."""
+        ours, theirs = (
+            {r.rank: e.value for r in recording.ranks for e in r.of(Norm, self.step)[::-1]}
+            for recording in (self.candidate, self.reference)
+        )
+        if not ours or 0 not in theirs:
+            return []
+        limit = max(tolerances.NORM, self.limit)
+        off = {r: v for r, v in ours.items() if abs(v - theirs[0]) > limit * theirs[0]}
+        if not off:
+            return []
+        bars = (("reference", 1.0), *((f"rank {r}", v / theirs[0]) for r, v in ours.items()))
+        agree, first = len({round(v / theirs[0], 6) for v in ours.values()}) == 1, min(off)
+        bug = "norm-counts-replicas" if agree and off[first] > theirs[0] else "clip-per-rank"
         sentence = (
-            f"step {step}: {listed(unclear)}: the error is more than rounding usually leaves and less than a bug does"
+            f"step {self.step}: gradients are right, but the norm is {off[first]:.6g} on rank {first} instead of "
+            f"{theirs[0]:.6g}"
         )
-        found.append(finding(INCONCLUSIVE, "", sentence, tensors=unclear))
-    if wrong:
-        null = {n for n, t in names.items() if theirs.null(t)} | set(cancelled)
-        told, strange = diagnose(
-            analysis, reference, step, expected, wrong, {*(t.name for t in compared), *unplaced} - null
+        return [Finding(BUG, bug, sentence, axis=axis_over(self.candidate, tuple(ours)), coefficients=bars)]
+
+    def _updates(self) -> list[Finding]:
+        """Equal gradients must give equal updates: left are the clip factor, the learning rate, the optimizer."""
+        analysis, after = self.ours, whole_values(self.theirs, "after")
+        starts = {(name, rank): both for name, rank, *both in self._sides("parameter", self.start)}
+        apart: dict[str, float] = {}
+        for name, rank, *ends in self._sides("after", after):
+            # Adam makes a full step of what is rounding alone.
+            if (name, rank) not in starts or analysis.negligible(name) or rank in analysis.owners_step.get(name, ()):
+                continue
+            both = ends, starts[name, rank]
+            if any(one is None or not one.numel() for of in both for one in of):
+                continue
+            moved, expected = (difference(*one) for one in zip(*both, strict=True))  # type: ignore[arg-type]
+            rounding = tolerances.UPDATE.get(analysis.about[rank][name].dtype, tolerances.UPDATE_OTHER)
+            apart_by, size = norm(difference(moved, expected)), norm(expected)
+            if apart_by > rounding * max(size, tolerances.NOTHING):
+                apart[name] = apart_by / max(size, 1e-300)
+        fed = str(self.step) in self.reference.about.get("again", {})  # then zeros may be left of an earlier backward
+        absent = tuple(
+            name
+            for name, theirs in sorted(self.names.items())
+            if (name in apart or not (theirs in after or fed))
+            and class_of(name) == "experts"
+            and self.theirs.info(theirs).gradient
+            and not all(analysis.about[rank][name].gradient for rank in analysis.holders(name))
         )
-        found += told
-        names_of = tuple(sorted(t.name for t in wrong))
-        if strange:
-            found += other_amounts(analysis, theirs, names_of)
-        if strange and not any(f.bug for f in found if f.verdict == BUG):
-            found += first_divergence(reference, candidate) or backward_alone(analysis, reference, names_of, limit)
-    found += _losses(reference, candidate, step, subject, limit)
-    found += _norms(reference, candidate, step, bool(wrong), max(tolerances.NORM, limit))
-    if not wrong and limit < tolerances.HALF_UPDATE and all(f.verdict != BUG for f in found):  # else rounding
-        found += _updates(analysis, theirs, start, whole_values(theirs, "after"), names, places)
-    count = max(len(compared), len(subject.errors))  # optimizers may step in turn
-    of = f" of {count + len(left)}" if left else ""
-    subject.facts["gradients"] = f"{count}{of} compared by name, step {step} last"
-    return without_flips(
-        reference, candidate, step, found, subject, lambda: fit_all(analysis, expected, names, places)[0]
-    )
-
-
-def _cancelled(analysis: Analysis, one: Analysis, names: dict[str, str], compared: list[Tensorwise]) -> list[str]:
-    """Gradients that are zero but for rounding pass, each run with rounding of its own."""
-    fed = [tuple(of) for of in one.recording.about.get("again", {}).get(str(analysis.step), [])]
-    null = [t for t in compared if t.verdict != PASS and cancels(analysis, one, t.name, names[t.name], fed)]
-    for tensor in null:
-        tensor.verdict = PASS
-    return [tensor.name for tensor in null]
-
-
-def _every_tensor(
-    analysis: Analysis,
-    reference: Recording,
-    names: dict[str, str],
-    expected: Mapping[str, Value],
-    places: dict[str, dict[int, Place]],
-    noise: Noise | None,
-    lost: set[str],
-) -> tuple[list[Tensorwise], list[str]]:
-    """(what was compared, names of what could not be). `lost`: gradients that the reference had and did not record."""
-    whole = math.hypot(*map(norm, expected.values()))
-    compared: list[Tensorwise] = []
-    left: list[str] = []
-    given = {key for record in reference.ranks for key in record.tensors(analysis.step)}
-    for name, theirs in names.items():
-        if f"sum/{theirs}" not in given and not any(analysis.about[r][name].gradient for r in analysis.holders(name)):
-            continue
-        one: Tensorwise | None = None
-        if name not in lost and all(rank in places[name] for rank in analysis.holders(name)):
-            one = compare_tensor(analysis, name, expected[name], places[name], whole, noise)
-        if one is None:
-            left.append(name)
-        else:
-            compared.append(one)
-    return compared, left
+        if absent:
+            how = "and move otherwise" if absent[0] in apart else "and would move otherwise by a decay or a momentum"
+            sentence = f"step {self.step}: {listed(absent)} have no gradient where the reference has zeros, {how}"
+            verdict = BUG if absent[0] in apart else INCONCLUSIVE
+            return [Finding(verdict, "expert-none", sentence, tensors=absent)]
+        if not apart:
+            return []
+        names, most = tuple(sorted(apart)), max(apart.values())
+        sentence = f"step {self.step}: gradients are equal but the updates of {listed(names)} differ (by {most:.1e})"
+        return [Finding(INCONCLUSIVE, "", sentence, tensors=names)]
 
 
 def match_names(
@@ -274,11 +371,6 @@ def match_names(
     return names
 
 
-def _without_counterpart(analysis: Analysis, truth: Mapping[str, Value], names: dict[str, str]) -> dict[str, str]:
-    ours = [n for n in analysis.names if n not in names and analysis.info(n).gradient]
-    return dict.fromkeys(ours, NOT_THERE) | {n: NOT_HERE for n in truth if n not in names.values()}
-
-
 def places_of(analysis: Analysis, start: Mapping[str, Value], names: dict[str, str]) -> dict[str, dict[int, Place]]:
     """By name and rank: where what the rank holds stands in the whole tensor."""
     found: dict[str, dict[int, Place]] = {}
@@ -287,13 +379,12 @@ def places_of(analysis: Analysis, start: Mapping[str, Value], names: dict[str, s
         found[name] = {}
         for i, rank in enumerate(holders):
             info = analysis.about[rank][name]
-            local = of_rank(analysis, rank, "parameter", name)
+            local, final = (of_rank(analysis, rank, kind, name) for kind in ("parameter", "final"))
             if theirs not in start or local is None:
                 continue
-            if _given_whole(analysis, rank, name, start[theirs]):
-                found[name][rank] = Place()
-                continue
             spot = place(local, start[theirs], info, i, len(holders))
+            if not local.numel() and final is not None and tuple(final.shape) == tuple(start[theirs].shape):
+                spot = Place()  # ZeRO 3 of DeepSpeed: nothing is held between steps, and the whole gradient is told
             if spot is not None:
                 found[name][rank] = spot
     for name in names:  # a constant bias follows its module's weight, which has values to be found by
@@ -306,145 +397,14 @@ def places_of(analysis: Analysis, start: Mapping[str, Value], names: dict[str, s
     return found
 
 
-def _given_whole(analysis: Analysis, rank: int, name: str, whole: Value) -> bool:
-    """Whether a rank holds nothing of a parameter between steps, and its engine tells the whole gradient (ZeRO 3 of
-    DeepSpeed)."""
-    local, final = (of_rank(analysis, rank, kind, name) for kind in ("parameter", "final"))
-    empty = local is not None and not local.numel()
-    return empty and final is not None and tuple(final.shape) == tuple(whole.shape)
-
-
-def _other_weights(
-    analysis: Analysis,
-    start: Mapping[str, Value],
-    names: dict[str, str],
-    places: dict[str, dict[int, Place]],
-    reference: Recording,
-    step: int,
-) -> Finding | None:
-    """The two runs must begin a step with the same weights, each rank with its own part of them."""
-    apart: list[str] = []
-    whole = math.hypot(*map(norm, start.values()))
-    for name, theirs in names.items():
-        for rank, spot in places[name].items():
-            local, expected = sides(analysis, rank, "parameter", name, start[theirs], spot)
-            if local is None or expected is None or not local.numel():  # its weights are elsewhere until needed
-                continue
-            size = max(norm(expected), tolerances.FLOOR * whole)
-            same = tuple(local.shape) == tuple(expected.shape)
-            if not same or norm(difference(local, expected)) > tolerances.START * size:
-                apart.append(name)
-    apart = list(dict.fromkeys(apart))
-    swapped = _swapped(analysis, names, places)
-    names_of = tuple(sorted({*apart, *swapped}))
-    if not names_of:
-        return None
-    first = step == min(reference.steps)
-    if swapped:
-        ranks = tuple(sorted({r for n in swapped for r in places[n]}))
-        sentence = f"step {step}: {listed(tuple(swapped))}: ranks hold each other's shards of the weights"
-        return finding(BUG, "resume-other-rank", sentence, tensors=names_of, axis=axis_over(analysis.recording, ranks))
-    if first:
-        sentence = f"the weights of {listed(names_of)} differ before the first step: initialised or loaded differently"
-        return finding(INCONCLUSIVE, "", sentence, tensors=names_of)
-    sentence = f"step {step}: weights of {listed(names_of)} differ although the gradients before were equal"
-    return finding(INCONCLUSIVE, "", sentence, tensors=names_of)
-
-
-def _swapped(analysis: Analysis, names: dict[str, str], places: dict[str, dict[int, Place]]) -> list[str]:
+def _swapped(analysis: Analysis, places: dict[str, dict[int, Place]]) -> list[str]:
     """Tensors of which later ranks hold earlier rows, found by their values: no framework cuts that way but one that
     says where its shards sit (FSDP2 over tensor parallel)."""
     found = []
-    for name in names:
-        if all(analysis.about[rank][name].box is not None for rank in places[name]):
+    for name, spots in places.items():
+        if all(analysis.about[rank][name].box is not None for rank in spots):
             continue
-        firsts = [spot.cuts[0][1][0] for _, spot in sorted(places[name].items()) if spot.cuts and spot.cuts[0][1]]
+        firsts = [spot.cuts[0][1][0] for _, spot in sorted(spots.items()) if spot.cuts and spot.cuts[0][1]]
         if len(set(firsts)) > 1 and len(firsts) == len(set(firsts)) and firsts != sorted(firsts):
             found.append(name)
     return found
-
-
-def _losses(reference: Recording, candidate: Recording, step: int, subject: Subject, limit: float) -> list[Finding]:
-    """The loss that a program says it optimised."""
-    told = [[(e.loss, e.weight) for e in r.ranks[0].of(Result, step)] for r in (candidate, reference)]
-    if not all(told):
-        return []
-    (ours, weight), (theirs, expected) = told[0][0], told[1][0]
-    error = abs(ours - theirs) / max(abs(theirs), 1e-30)
-    subject.facts["loss"] = f"{theirs:.6g}, relative difference {error:.1e}"
-    if error <= limit and weight == expected:
-        return []
-    sentence = f"step {step}: the loss is {ours:.9g} over weight {weight:g} instead of {theirs:.9g} over {expected:g}"
-    return [finding(BUG, "", sentence)]
-
-
-# -- norm and update ---------------------------------------------------------------------------------------------
-
-
-def _norms(reference: Recording, candidate: Recording, step: int, wrong: bool, limit: float) -> list[Finding]:
-    """Equal gradients must give the reference's norm on every rank."""
-
-    def reported(recording: Recording) -> dict[int, float]:
-        return {r.rank: e.value for r in recording.ranks for e in r.of(Norm, step)[::-1]}
-
-    ours, theirs = reported(candidate), reported(reference)
-    if wrong or not ours or 0 not in theirs:
-        return []
-    off = {r: v for r, v in ours.items() if abs(v - theirs[0]) > limit * theirs[0]}
-    if not off:
-        return []
-    bars = (("reference", 1.0), *((f"rank {r}", v / theirs[0]) for r, v in ours.items()))
-    agree = len({round(v / theirs[0], 6) for v in ours.values()}) == 1
-    bug = "norm-counts-replicas" if agree and ours[min(off)] > theirs[0] else "clip-per-rank"
-    sentence = f"step {step}: gradients are right, but the norm is {off[min(off)]:.6g} on rank {min(off)} instead of {theirs[0]:.6g}"  # noqa: E501
-    ranks = axis_over(candidate, tuple(ours))
-    return [finding(BUG, bug, sentence, axis=ranks, coefficients=bars)]
-
-
-def _updates(
-    analysis: Analysis,
-    reference: Analysis,
-    before: Mapping[str, Value],
-    after: Mapping[str, Value],
-    names: dict[str, str],
-    places: dict[str, dict[int, Place]],
-) -> list[Finding]:
-    """Equal gradients must give equal updates: what is left is the clip factor, the learning rate, the optimizer."""
-    step = analysis.step
-    apart: dict[str, float] = {}
-    for name, theirs in names.items():
-        if analysis.negligible(name):  # Adam makes a full step of what is rounding alone
-            continue
-        for rank, spot in places[name].items():
-            if theirs not in after or theirs not in before or rank in analysis.owners_step.get(name, ()):
-                continue
-            ends = sides(analysis, rank, "after", name, after[theirs], spot)
-            starts = sides(analysis, rank, "parameter", name, before[theirs], spot)
-            if any(one is None or not one.numel() for one in (*ends, *starts)):
-                continue
-            moved, expected = (difference(*both) for both in zip(ends, starts, strict=True))  # type: ignore[arg-type]
-            rounding = tolerances.UPDATE.get(analysis.about[rank][name].dtype, tolerances.UPDATE_OTHER)
-            apart_by, size = norm(difference(moved, expected)), norm(expected)
-            if apart_by > rounding * max(size, tolerances.NOTHING):
-                apart[name] = apart_by / max(size, 1e-300)
-    fed = str(step) in reference.recording.about.get("again", {})  # then zeros may be left of an earlier backward
-    absent = tuple(
-        name
-        for name, theirs in sorted(names.items())
-        if (name in apart or not (theirs in after or fed))
-        and class_of(name) == "experts"
-        and reference.info(theirs).gradient
-        and not all(analysis.about[rank][name].gradient for rank in analysis.holders(name))
-    )
-    if absent:
-        how = "and move otherwise" if absent[0] in apart else "and would move otherwise by a decay or a momentum"
-        sentence = f"step {step}: {listed(absent)} have no gradient where the reference has zeros, {how}"
-        verdict = BUG if absent[0] in apart else INCONCLUSIVE
-        return [finding(verdict, "expert-none", sentence, tensors=absent)]
-    if not apart:
-        return []
-    bugs: Any = tuple(sorted(apart))
-    sentence = (
-        f"step {step}: gradients are equal but the updates of {listed(bugs)} differ (by {max(apart.values()):.1e})"
-    )
-    return [finding(INCONCLUSIVE, "", sentence, tensors=bugs, axis="")]

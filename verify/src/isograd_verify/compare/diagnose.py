@@ -1,8 +1,7 @@
-"""Names what is wrong with gradients that differ from the reference's.
+"""Names what is wrong with gradients that differ from the reference's (docs/verify.md, how a bug gets its name).
 
-For each wrong tensor, in this order: is it missing or zero; is it the truth times one factor; is it made of the same
-contributions with other coefficients (regressed twice: the truth, and what was observed, on what each rank's backward
-added); is it right in some rows only; is it the truth permuted. Tensors with one symptom become one finding.
+Of each wrong tensor, in this order: is it missing or zero; the truth times one factor; made of the same contributions
+with other coefficients; right in some rows only; the truth permuted. Tensors with one symptom become one finding.
 """
 
 from __future__ import annotations
@@ -10,30 +9,28 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from isograd_verify import tolerances
-from isograd_verify.compare.placement import Value, projected
-from isograd_verify.compare.values import contributions, folded, sides
+from isograd_verify.compare.values import Value, contributions, folded, projected, sides
 from isograd_verify.judge import patterns
 from isograd_verify.judge.analysis import Analysis, Observed
 from isograd_verify.judge.checks.gradients import axis_of, never_summed, own_only
 from isograd_verify.judge.checks.norms import clipped_apart
 from isograd_verify.judge.checks.traffic import reductions
 from isograd_verify.judge.contributions import Fit, fit
-from isograd_verify.judge.naming import bug_of, classes_of
-from isograd_verify.judge.patterns import Symptom
+from isograd_verify.judge.patterns import Symptom, bug_of, classes_of
 from isograd_verify.judge.terms import factor_from, reduced_twice
 from isograd_verify.record.events import Key
 from isograd_verify.record.recording import Recording
 from isograd_verify.record.sketch import sketch
 from isograd_verify.tell.catalogue import BUGS, TWICE
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, group_sizes, labelled, meanings, narrowed, spell
+from isograd_verify.tell.wording import axis_over, group_sizes, labelled, meanings, narrowed, spell
 
 if TYPE_CHECKING:
     from isograd_verify.compare.tensorwise import Tensorwise
@@ -44,31 +41,37 @@ MOST_FACTORS = 3  # that are told one by one
 ROWS, PERMUTED, UNKNOWN = "some rows", "permuted", "unknown"
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What one wrong tensor shows: a pattern, its coefficients, and words for what has none."""
+
+    symptom: Symptom
+    coefficients: dict[Key, float] = field(default_factory=dict)
+    words: str = ""
+
+
 def diagnose(
     analysis: Analysis,
     reference: Recording,
-    step: int,
     truth: Mapping[str, Value],
     wrong: list[Tensorwise],
     telling: set[str],
 ) -> tuple[list[Finding], bool]:
     """(findings, whether some tensor shows no known pattern). `telling`: tensors that an error of all would show in."""
     groups: dict[tuple[str, float], list[str]] = defaultdict(list)
-    details: dict[tuple[str, float], tuple[Symptom, dict[Key, float], str]] = {}
+    readings: dict[tuple[str, float], Reading] = {}
     for one in wrong:
-        symptom, values, words = read_tensor(analysis, reference, step, one, truth[one.name])
-        key = (symptom.kind, round(symptom.value, 3) if symptom.kind in VALUED else 1.0)
+        reading = read_tensor(analysis, reference, one, truth[one.name])
+        kind, value = reading.symptom.kind, reading.symptom.value
+        key = (kind, round(value, 3) if kind in VALUED else 1.0)
         groups[key].append(one.name)
-        details.setdefault(key, (symptom, values, words))
+        readings.setdefault(key, replace(reading, symptom=replace(reading.symptom, value=key[1])))
     _single_numbers(analysis, groups)
     found = []
     own = [key for key in groups if key[0] == patterns.SCALED and key[1] and not _meant(analysis, key[1])]
     if len(own) > MOST_FACTORS:
-        found.append(_own_factors(step, {name: key[1] for key in own for name in groups.pop(key)}))
-    for (kind, value), names in groups.items():
-        symptom, values, words = details[kind, value]
-        symptom = replace(symptom, value=value)
-        found.append(_finding(analysis, step, symptom, names, values, words, telling, wrong))
+        found.append(_own_factors(analysis.step, {name: key[1] for key in own for name in groups.pop(key)}))
+    found += [_finding(analysis, readings[key], names, telling, wrong) for key, names in groups.items()]
     found = _through_scores(found, [n for key in groups if key[0] in (UNKNOWN, ROWS) for n in groups[key]])
     return found, any(kind in (UNKNOWN, PERMUTED) for kind, _ in groups)
 
@@ -97,10 +100,7 @@ def _through_scores(found: list[Finding], strange: list[str]) -> list[Finding]:
         f"{routers[0].sentence}; what passes through it to {listed(strange)} is a part of the truth, too: the "
         "gradients of the tokens' weights were not summed"
     )
-    about = BUGS["score-partial"]
-    told = replace(
-        routers[0], bug="score-partial", sentence=sentence, tensors=names, cause=about.cause, look=about.look
-    )
+    told = replace(routers[0], bug="score-partial", sentence=sentence, tensors=names, cause="", look="")
     return [told, *(f for f in found if f is not routers[0] and not set(f.tensors) <= set(names))]
 
 
@@ -116,19 +116,13 @@ def _own_factors(step: int, factors: dict[str, float]) -> Finding:
         "be, each tensor by a factor of its own, as adaptive clipping would"
     )
     bars = (("reference", 1.0), *((name, factors[name]) for name in names[:8]))
-    return finding(BUG, "", sentence, tensors=names, coefficients=bars)
+    return Finding(BUG, "", sentence, tensors=names, coefficients=bars)
 
 
 def _finding(
-    analysis: Analysis,
-    step: int,
-    symptom: Symptom,
-    names: list[str],
-    values: dict[Key, float],
-    words: str,
-    telling: set[str],
-    wrong: list[Tensorwise],
+    analysis: Analysis, reading: Reading, names: list[str], telling: set[str], wrong: list[Tensorwise]
 ) -> Finding:
+    symptom = reading.symptom
     everything = telling <= set(names)
     whom = f"all {len(names)} gradients" if everything else f"{classes_of(names)} ({listed(names)})"
     worst = max((max(t.errors.values(), default=0.0) for t in wrong if t.name in names), default=0.0)
@@ -137,10 +131,10 @@ def _finding(
     one = symptom.kind == patterns.SCALED and abs(symptom.value - 1) <= tolerances.FACTOR
     if one and worst > tolerances.COUNTS:  # no factor is so near to one that is so far away
         sentence = (
-            f"step {step}: {whom}: compared as different (error up to {worst:.1e}) and found to be 1 times what they "
-            "should be: a defect of the verifier, please report it"
+            f"step {analysis.step}: {whom}: compared as different (error up to {worst:.1e}) and found to be 1 times "
+            "what they should be: a defect of the verifier, please report it"
         )
-        return finding(INCONCLUSIVE, "", sentence, tensors=tuple(sorted(names)))
+        return Finding(INCONCLUSIVE, "", sentence, tensors=tuple(sorted(names)))
     bug = bug_of(symptom, names, everything, group_sizes(analysis.recording), of)
     if bug == "cut-graph" and everything and not reductions(analysis):
         bug = "nosync-missing"
@@ -148,7 +142,7 @@ def _finding(
         bug = never_summed(analysis, names)
     if bug == "ulysses-scale" and symptom.value > 1 and reduced_twice(analysis):
         bug = "reduced-twice"
-    axis, said = _said(analysis, symptom, words)
+    axis, said = _said(analysis, reading)
     if TWICE in of:
         axis = axis_over(analysis.recording, analysis.all_ranks)
         said += f" ({of[TWICE]})"
@@ -159,19 +153,19 @@ def _finding(
         axis = axis_over(analysis.recording, analysis.all_ranks)
     if symptom.kind == patterns.SHARDS:
         bug = "wrong-group"
-    bars = labelled(values)
+    bars = labelled(reading.coefficients)
     if symptom.kind == patterns.SCALED and not bars:
         bars = (("reference", 1.0), ("here", symptom.value))
-    sentence = f"step {step}: {whom}: {said} (error up to {worst:.1e})"
-    found = finding(BUG, bug, sentence, tensors=tuple(sorted(names)), axis=axis, coefficients=bars)
+    sentence = f"step {analysis.step}: {whom}: {said} (error up to {worst:.1e})"
+    found = Finding(BUG, bug, sentence, tensors=tuple(sorted(names)), axis=axis, coefficients=bars)
     if of and not bug:
         found = replace(found, cause="a loss or gradient divided, or not divided, by that number", look=SCALES_AT)
     return found
 
 
-def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
+def _said(analysis: Analysis, reading: Reading) -> tuple[str, str]:
     """(axis, what is said of it)."""
-    kind = symptom.kind
+    symptom, kind = reading.symptom, reading.symptom.kind
     if kind == patterns.SCALED and symptom.value == 0:
         return "", "zero or missing where the reference has a gradient"
     if kind == patterns.SCALED:
@@ -181,31 +175,31 @@ def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
     ranks = (symptom.missing or analysis.all_ranks) if across else ()
     axis = spell(analysis.all_ranks) if kind == patterns.MIXED else axis_of(analysis, kind, ranks, symptom.own)
     sentence = patterns.said(kind, symptom.value, axis)
-    return (axis, sentence) if sentence else ("", words)
+    return (axis, sentence) if sentence else ("", reading.words)
 
 
-def read_tensor(
-    analysis: Analysis, reference: Recording, step: int, one: Tensorwise, truth: Value
-) -> tuple[Symptom, dict[Key, float], str]:
+def read_tensor(analysis: Analysis, reference: Recording, one: Tensorwise, truth: Value) -> Reading:
     """(symptom, coefficients, words for what has no coefficients) of one wrong tensor, from the worst of its ranks."""
     worst = _worst(analysis, one)
     if worst is None:
-        return Symptom(patterns.SCALED, 0.0), {}, ""
+        return Reading(Symptom(patterns.SCALED, 0.0))
     found, expected = sides(analysis, worst.own, "final", one.name, truth, one.places[worst.own])
     seen, wanted, parts = _coordinates(analysis, one, worst, truth, found, expected)
     tolerance = analysis.tolerance(one.name)
     size = float(wanted.norm())
     if not bool(seen.isfinite().all()):
-        return Symptom(UNKNOWN), {}, "not finite"
+        return Reading(Symptom(UNKNOWN), words="not finite")
     if float(seen.norm()) <= tolerances.NOTHING * size:
-        return Symptom(patterns.SCALED, 0.0), {}, ""
+        return Reading(Symptom(patterns.SCALED, 0.0))
     factor = float(seen @ wanted) / max(size**2, 1e-300)
     if float((seen - factor * wanted).norm()) <= tolerances.LOOSER * tolerance * float(seen.norm()):
-        return Symptom(patterns.SCALED, factor), {}, ""
+        return Reading(Symptom(patterns.SCALED, factor))
     seen_here = replace(worst, sketch=seen)
-    coefficients = _by_contributions(analysis, one.name, seen_here, wanted, parts, tolerance)
-    coefficients = coefficients or _by_reference(reference, step, one.name, worst, tolerance)
-    return coefficients if coefficients is not None else _by_shape(found, expected)
+    return (
+        _by_contributions(analysis, one.name, seen_here, wanted, parts, tolerance)
+        or _by_reference(reference, analysis.step, one.name, worst, tolerance)
+        or _by_shape(found, expected)
+    )
 
 
 def _coordinates(
@@ -235,7 +229,7 @@ def _worst(analysis: Analysis, one: Tensorwise) -> Observed | None:
 
 def _by_contributions(
     analysis: Analysis, name: str, seen: Observed, wanted: Tensor, parts: dict[Key, Tensor], tolerance: float
-) -> tuple[Symptom, dict[Key, float], str] | None:
+) -> Reading | None:
     """Truth and observation, both as sums of what the candidate's own backwards added."""
     if not parts:
         return None
@@ -252,14 +246,12 @@ def _by_contributions(
             sorted({k for (k, _), c in does.coefficients.items() if k not in mine and abs(c) > tolerances.COUNTS})
         )
         if chosen is parts and others and not analysis.covered(name):
-            return Symptom(patterns.SHARDS, 1.0, others, own=seen.own), does.coefficients, ""
+            return Reading(Symptom(patterns.SHARDS, 1.0, others, own=seen.own), does.coefficients)
         return _ratios(analysis, should, does, seen.own, tolerance)
     return None
 
 
-def _ratios(
-    analysis: Analysis, should: Fit, does: Fit, own: int, tolerance: float
-) -> tuple[Symptom, dict[Key, float], str]:
+def _ratios(analysis: Analysis, should: Fit, does: Fit, own: int, tolerance: float) -> Reading:
     top = max(map(abs, should.coefficients.values()))
     q = {
         k: does.coefficients[k] / c
@@ -272,12 +264,10 @@ def _ratios(
     even = len(set(analysis.counts.values())) == 1
     if symptom.kind == patterns.MIXED and does.uniform and not (should.uniform or even):
         symptom = Symptom(patterns.PER_TOKEN)  # equal weights where the truth's differ
-    return symptom, q, ""
+    return Reading(symptom, q)
 
 
-def _by_reference(
-    reference: Recording, step: int, name: str, seen: Observed, tolerance: float
-) -> tuple[Symptom, dict[Key, float], str] | None:
+def _by_reference(reference: Recording, step: int, name: str, seen: Observed, tolerance: float) -> Reading | None:
     """The observation as a sum of the reference's own micro-batches."""
     record = reference.ranks[0]
     parts = {}
@@ -290,12 +280,12 @@ def _by_reference(
     found = fit(seen.sketch, parts, tolerance)
     if found is None or found.residual > tolerances.LOOSER * tolerance or not found.determined:
         return None
-    return patterns.read(found.coefficients, 0), found.coefficients, ""
+    return Reading(patterns.read(found.coefficients, 0), found.coefficients)
 
 
-def _by_shape(found: Value | None, expected: Value | None) -> tuple[Symptom, dict[Key, float], str]:
+def _by_shape(found: Value | None, expected: Value | None) -> Reading:
     """Right in some rows only; or the same rows in another order."""
-    strange = Symptom(UNKNOWN), dict[Key, float](), "differs from the reference in no known pattern"
+    strange = Reading(Symptom(UNKNOWN), words="differs from the reference in no known pattern")
     if found is None or expected is None or tuple(found.shape) != tuple(expected.shape) or not found.shape:
         return strange
     mine, theirs = _rows(found), _rows(expected)
@@ -309,26 +299,22 @@ def _by_shape(found: Value | None, expected: Value | None) -> tuple[Symptom, dic
     first = silent[0] if silent else 0
     if bool(used[:last].all()) and silent == [*range(first, len(mine))] and 1 < first < last and last % first == 0:
         words = f"rows {first}-{last - 1} have a gradient on one device only, as if ids began at 0 on each rank"
-        return Symptom(patterns.RESTARTED), {}, words
+        return Reading(Symptom(patterns.RESTARTED), words=words)
     if bool((right & used).any()) and bool(wrong.any()):
         bad = wrong.nonzero().flatten().tolist()
-        rows = (
-            f"{bad[0]}-{bad[-1]}" if bad == list(range(bad[0], bad[-1] + 1)) else f"{listed([str(b) for b in bad], 4)}"
-        )
-        return (
-            Symptom(ROWS),
-            {},
-            f"right in {int((right & used).sum())} of {len(mine)} rows, wrong in rows {rows}: cuts disagree",
-        )
+        rows = f"{bad[0]}-{bad[-1]}" if bad == [*range(bad[0], bad[-1] + 1)] else listed([str(b) for b in bad], 4)
+        words = f"right in {int((right & used).sum())} of {len(mine)} rows, wrong in rows {rows}: cuts disagree"
+        return Reading(Symptom(ROWS), words=words)
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
-        permuted = _same_numbers(mine.flatten(), theirs.flatten(), size)
+        permuted = _same_rows(mine.reshape(-1, 1), theirs.reshape(-1, 1), size)
     else:
         ours, reference = projected(found), projected(expected)
         both = ours.along.keys() & reference.along.keys()
         permuted = any(_same_rows(ours.along[d].T, reference.along[d].T, size) for d in both)
-        strange = (*strange[:2], f"{strange[2]}; of a permutation sketches show only one of whole rows or columns")
+        words = f"{strange.words}; of a permutation sketches show only one of whole rows or columns"
+        strange = replace(strange, words=words)
     if permuted:
-        return Symptom(PERMUTED), {}, "the right numbers in other places: a permutation"
+        return Reading(Symptom(PERMUTED), words="the right numbers in other places: a permutation")
     return strange
 
 
@@ -339,13 +325,7 @@ def _rows(value: Value) -> Tensor | None:
     return value.along[0].T if 0 in value.along else None
 
 
-def _same_numbers(mine: Tensor, theirs: Tensor, size: float) -> bool:
-    return torch.allclose(
-        mine.sort().values, theirs.sort().values, rtol=tolerances.PERMUTED, atol=tolerances.PERMUTED_SMALL * size
-    )
-
-
 def _same_rows(mine: Tensor, theirs: Tensor, size: float) -> bool:
-    """Whether rows of sums are the same ones in another order."""
+    """Whether rows of numbers are the same ones in another order."""
     first, second = (rows[rows[:, 0].argsort()] for rows in (mine, theirs))
     return torch.allclose(first, second, rtol=tolerances.PERMUTED, atol=tolerances.PERMUTED_SMALL * size)

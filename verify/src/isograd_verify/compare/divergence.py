@@ -1,8 +1,8 @@
 """The first module that goes wrong: its input is the reference's and its output is not.
 
-Activations of a layout are parts of the reference's: some sequences, some positions, some features. A part is
-recognised by its values, row by row (or column by column), so nothing need be known of the layout; and a module whose
-input is already wrong is not blamed. In backward the same holds for the gradients of outputs, up to one factor.
+Activations of a layout are parts of the reference's, recognised by their values, row by row (or column by column); and
+a module whose input is already wrong is not blamed. In backward the same holds for the gradients of outputs, up to one
+factor.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from isograd_verify import tolerances
-from isograd_verify.judge.naming import class_of
+from isograd_verify.judge.patterns import class_of
 from isograd_verify.record.events import Loss
 from isograd_verify.record.recording import RankRecord, Recording
 from isograd_verify.record.sketch import dtype_name
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding
-from isograd_verify.tell.wording import axis_over, finding
+from isograd_verify.tell.wording import axis_over
 
 HALF = 0.5
 LARGEST = 4096  # rows that are looked for
@@ -35,11 +35,9 @@ class Match:
 
 
 def contained(local: Tensor, whole: Tensor, directions: bool = False, share: float = 1.0) -> Match:
-    """Whether every row (or else every column) of a local activation is one of the reference's.
-
-    `directions`: compare rows up to their length, for gradients that are scaled differently until the step.
-    `share`: how many of the rows must be found; a layout's pads are rows of nobody's.
-    """
+    """Whether every row (or else every column) of a local activation is one of the reference's. `directions`: compare
+    rows up to their length, for gradients that are scaled differently until the step. `share`: how many of the rows
+    must be found; a layout's pads are rows of nobody's."""
     if not local.is_floating_point() or not whole.is_floating_point():
         return Match(True)
     for turn in (False, True):
@@ -60,10 +58,8 @@ def contained(local: Tensor, whole: Tensor, directions: bool = False, share: flo
 
 
 def _in_order(close: Tensor) -> bool:
-    """Whether the rows occur among the reference's in their own order (rows may occur there more than once).
-
-    Rows that occur more often than in the reference are no other order of its rows.
-    """
+    """Whether the rows occur among the reference's in their own order, however often; more of them are no other
+    order."""
     at = -1
     for row in close:
         later = row[at + 1 :].nonzero()
@@ -132,36 +128,32 @@ def first_divergence(reference: Recording, candidate: Recording) -> list[Finding
                 continue  # a rank's own experts make a part of what all make
             shuffled = shuffled or same_numbers(made, whole[f"out/{label}"])
             axis = axis_over(candidate, tuple(range(candidate.world)))
-            if shuffled and _columns_moved(made, whole[f"out/{label}"], _classes(record)):
+            if shuffled and _columns_moved(made, whole[f"out/{label}"], record):
                 sentence = (
                     f"forward: the columns of {module}, which are the loss's classes, stand in another order than "
                     f"one device has them, and labels count them (rank {record.rank})"
                 )
-                return [finding(BUG, "loss-labels-shifted", sentence, tensors=(), axis=axis)]
+                return [Finding(BUG, "loss-labels-shifted", sentence, tensors=(), axis=axis)]
             if shuffled:
                 sentence = (
                     f"forward: {module} is given the right input and returns the right numbers in other places "
                     f"(a permutation of batch, position and head) on rank {record.rank}"
                 )
-                return [finding(BUG, "ulysses-permute", sentence, tensors=(), axis=axis)]
+                return [Finding(BUG, "ulysses-permute", sentence, tensors=(), axis=axis)]
             sentence = (
                 f"forward: {module} is the first whose output differs although its input is right (rank {record.rank})"
             )
             bug = _forward_bug(made, whole[f"out/{label}"], label, tensors, candidate.world)
-            return [finding(BUG, bug, sentence, tensors=(), axis=axis)]
+            return [Finding(BUG, bug, sentence, tensors=(), axis=axis)]
     sums = {
         key: total for key, values in truth.items() if key.startswith("back/") and (total := _sum(values)) is not None
     }
     return _backward(whole, sums, candidate, step)
 
 
-def _classes(record: RankRecord) -> set[int]:
-    """Of how many classes cross-entropies had labels."""
-    return {event.classes for event in record.of(Loss)}
-
-
-def _columns_moved(made: Tensor, whole: Tensor, classes: set[int]) -> bool:
+def _columns_moved(made: Tensor, whole: Tensor, record: RankRecord) -> bool:
     """Whether each row of logits is one of the reference's rows, with its columns in another order."""
+    classes = {event.classes for event in record.of(Loss)}  # of which cross-entropies had labels
     if made.dim() != 2 or made.shape[1] not in classes or made.shape[1:] != whole.shape[1:]:
         return False
     return contained(made.sort(1).values, whole.sort(1).values).found
@@ -215,5 +207,5 @@ def _backward(whole: dict[str, Tensor], sums: dict[str, Tensor], candidate: Reco
                 continue
             module = label.partition("#")[0] or "the model"
             sentence = f"backward: the gradient of {module}'s output is the first that differs (rank {record.rank})"
-            return [finding(INCONCLUSIVE, "", sentence, axis=axis_over(candidate, tuple(range(candidate.world))))]
+            return [Finding(INCONCLUSIVE, "", sentence, axis=axis_over(candidate, tuple(range(candidate.world))))]
     return []

@@ -13,14 +13,11 @@ from isograd_verify.judge.terms import amounts, too_often
 from isograd_verify.record.events import Backward, Collective, Draw
 from isograd_verify.record.recording import Recording
 from isograd_verify.tell.findings import BUG, Finding, listed
-from isograd_verify.tell.wording import finding
 
 
 def other_amounts(analysis: Analysis, reference: Analysis, wrong: tuple[str, ...]) -> list[Finding]:
-    """Terms that count otherwise than in the reference, while another counts alike. `wrong`: gradients that differ.
-
-    Terms are matched by their place in the program; those that are elsewhere, in their order.
-    """
+    """Terms, by their place or order in the program, that count otherwise than in the reference, while another one does
+    not. `wrong`: gradients that differ."""
     ours, theirs = amounts(analysis), amounts(reference)
     moved = [site for site in ours if site not in theirs], [site for site in theirs if site not in ours]
     of = {site: site for site in ours if site in theirs}
@@ -37,7 +34,7 @@ def other_amounts(analysis: Analysis, reference: Analysis, wrong: tuple[str, ...
                 f"({words}), other terms count once"
             )
             bars = (("reference", 1.0), ("here", factor))
-            found.append(finding(BUG, bug, sentence, tensors=wrong, axis=axis, coefficients=bars))
+            found.append(Finding(BUG, bug, sentence, tensors=wrong, axis=axis, coefficients=bars))
     return found
 
 
@@ -61,7 +58,7 @@ def backward_alone(analysis: Analysis, reference: Recording, wrong: tuple[str, .
             f"step {step}: one device has the same loss and other gradients, and {names} communicates: its backward is "
             "not that of its forward"
         )
-        return [finding(BUG, "wrong-adjoint", sentence, tensors=wrong, site=functions[0].site)]
+        return [Finding(BUG, "wrong-adjoint", sentence, tensors=wrong, site=functions[0].site)]
     first = min((e.passed for e in records[0].of(Collective, step)), default=0)
     moved = [
         e for e in records[0].of(Collective, step)
@@ -72,7 +69,7 @@ def backward_alone(analysis: Analysis, reference: Recording, wrong: tuple[str, .
         return []
     sites = " and ".join(dict.fromkeys(f"{e.op} at {e.site}" for e in moved))
     sentence = f"step {step}: one device has the same loss and other gradients: nothing comes back through {sites}"
-    return [finding(BUG, "cut-graph", sentence, tensors=wrong, site=moved[0].site)]
+    return [Finding(BUG, "cut-graph", sentence, tensors=wrong, site=moved[0].site)]
 
 
 def _sum(roots: dict[str, Tensor]) -> float:
@@ -100,5 +97,5 @@ def own_rows(candidate: Recording, reference: Recording, found: list[Finding]) -
         f"does where it is given the rows of that rank alone: what the loss at {site} takes over rows (a mean, a "
         "deviation), each rank takes over its own"
     )
-    told = finding(BUG, "statistic-unreduced", sentence, tensors=names, axis="ranks", site=site)
+    told = Finding(BUG, "statistic-unreduced", sentence, tensors=names, axis="ranks", site=site)
     return [told, *(f for f in found if f not in strange)]

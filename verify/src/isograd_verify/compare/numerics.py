@@ -1,12 +1,11 @@
 """Precision: what difference is rounding, and what is a bug; and a test of a gradient that needs no reference.
 
-fp64 is the proof: noise there is 1e-15 and the limit 1e-9. In a working precision the noise is measured: one-device
-runs that differ only by the order in which the same numbers are added each have their distance from the fp64 truth of
-the same rounded weights, and a layout is judged by its own distance in units of theirs. Below 3 it is one of them,
-above 8 it is not. Where a kernel has no fp64, the runs' mean stands for the truth, and their spread for the noise.
+In a working precision the noise is measured: one-device runs that differ only by the order in which the same numbers
+are added each have their distance from the fp64 truth of the same rounded weights, and a layout is judged by its own
+distance in units of theirs. Where a kernel has no fp64, the runs' mean stands for the truth.
 
-The Taylor test compares the gradient with the loss itself: along a random direction v,
-(L(w + h v) - L(w - h v)) / 2h must be <gradient, v>, by Richardson's rule to about 1e-9 in fp64.
+The Taylor test compares the gradient with the loss itself: along a random direction v, (L(w + h v) - L(w - h v)) / 2h
+must be <gradient, v>, by Richardson's rule to about 1e-9 in fp64.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Did two runs see the same data in their first step? What the models were given, and the labels of their losses.
 
-Runs spread one batch over ranks and micro-batches in their own ways: pieces are added up, ranks that share sequences
-count as copies, and elements that one run has more of, all with one value that stands at the ends of rows, are padding.
-What layouts make for themselves (positions, masks, lengths) may differ without any harm, and is only told.
-
-Labels that are missing while the tokens are the same, no more of them than sequences were cut, are a bug with a name.
+Pieces are added up over ranks and micro-batches, ranks that share sequences count as copies, and elements that one run
+has more of, all with one value that stands at the ends of rows, are padding. What layouts make for themselves
+(positions, masks, lengths) may differ, and is told. Labels that are missing while the tokens are the same, no more of
+them than sequences were cut, are a bug with a name.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from isograd_verify.record.events import ForwardInputs, LabelWeight, PipelineAct
 from isograd_verify.record.recording import Recording
 from isograd_verify.record.sketch import content_hash
 from isograd_verify.tell.findings import BUG, NOTE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding
+from isograd_verify.tell.wording import axis_over
 
 LABELS = "labels of the loss"
 MADE_BY_LAYOUTS = re.compile(r"mask|position|cu_seq|seq_?len|lengths?$|max_|num_items|cache", re.IGNORECASE)
@@ -49,8 +48,7 @@ class Content:
 
 
 def contents(recording: Recording, reached: bool = False) -> dict[str, Content]:
-    """By name, in the order of their coming. Single numbers (a count, a scale) are no data. `reached`: only of calls
-    that a backward has reached."""
+    """By name, as they came; single numbers are no data. `reached`: only of calls that a backward has reached."""
     found: dict[str, Content] = {}
     for record in recording.ranks:
         for event in record.of(ForwardInputs, 1):
@@ -72,9 +70,7 @@ def same_data(reference: Recording, candidate: Recording) -> list[Finding]:
     """Refuses to compare runs that saw different data; tells what is the same but for padding, or may well differ.
 
     Calls without a backward count if the runs agree with them: rows without a label are data, and what a pipeline's
-    stage learned its shapes from is none. Where a backward has reached no call whose data were seen, the calls that it
-    has reached agree about nothing.
-    """
+    stage learned its shapes from is none."""
     first: VerifyError | None = None
     for only in ((False, False), (False, True), (True, True), (True, False)):
         theirs, ours = (contents(run, reached) for run, reached in zip((reference, candidate), only, strict=True))
@@ -116,7 +112,7 @@ def _agreed(
         count, ranks = theirs[LABELS].count, tuple(range(candidate.world))
         sentence = f"{lost} of {count} labels never reach the loss, one or none at each place where a sequence is cut"
         axis = axis_over(candidate, ranks)
-        return [finding(BUG, "border-labels-lost", sentence, axis=axis), *notes(said)]
+        return [Finding(BUG, "border-labels-lost", sentence, axis=axis), *notes(said)]
     if different:
         names, (_, a, b) = [name for name, _, _ in different], different[0]
         raise VerifyError(

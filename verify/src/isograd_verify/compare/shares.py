@@ -1,9 +1,8 @@
 """With what factor a backward's gradient is a part of the gradient of one device (combined.py adds them).
 
-One device's loss is a mean over all labels of a step, or a sum, or divided by a number of the program's own: the
-program's first step in a world of one tells which. Where each micro-batch there is a mean of its own and nothing
-divides by their number, the gradient of one device is that of the mean over all labels at once: accumulating changes
-how a step is computed, not what. Where nothing can be told, there is no reference (NoReference).
+One device's loss is a mean over all labels of a step, or a sum, or divided by a number of the program's own: its first
+step in a world of one tells which. Where each micro-batch there is a mean of its own and nothing divides by their
+number, it is the mean over all labels at once: accumulating changes how a step is computed, not what.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.contributions import same_factor
 from isograd_verify.record.events import LabelWeight, Loss, LossTerm, MeanWeight, Step
 from isograd_verify.record.recording import RankRecord, Recording
+from isograd_verify.tell.wording import equal
 
 SEVERAL = (
     "the loss has terms whose numbers of elements vary differently from rank to rank, or are not known: no one factor "
@@ -117,8 +117,7 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
 
 
 def in_every_call(own: RankRecord, calls: list[RankRecord], step: int, scale: dict[str, float]) -> float:
-    """The one factor of all backwards of a loss of which every call is known. `own`: those of a rank, which are a step
-    of the program's by itself."""
+    """The one factor of all backwards of a loss, from every call of it. `own`: those of one rank, a step by itself."""
     terms_of = _labels if own.of(LabelWeight, step) else _means
     found = _by_terms(terms_of(own, step), [terms_of(call, step) for call in calls], 1.0, scale)
     if not all(same_factor(found[0], share) for share in found):
@@ -133,7 +132,7 @@ def counts_all(alone: Recording, again: list[Again]) -> None:
     for site in own.keys() & set(_sites(all_rows)):
         calls = [call for terms in all_rows for call in terms.get(site, [])]
         whole, now = (sum(call.total for call in of) for of in (own[site], calls))
-        a_sum = not _one(whole) and _equal([call.weight for call in (*own[site], *calls)])
+        a_sum = not _one(whole) and equal([call.weight for call in (*own[site], *calls)])
         if not same_factor(whole, now) and not a_sum:
             raise NoReference(
                 f"the labels of the loss at {site} weigh {now:.4g} together where one device is given the rows of all "
@@ -151,7 +150,7 @@ def steady(candidate: Recording, step: int, begin: int) -> bool:
                 return False
         for site in _sites([terms_of(own, step) for own in candidate.ranks]):
             first, now = ([c for own in candidate.ranks for c in terms_of(own, n).get(site, [])] for n in (begin, step))
-            same = _equal([call.weight for call in (*first, *now)])
+            same = equal([call.weight for call in (*first, *now)])
             if not same and not same_factor(sum(call.total for call in first), sum(call.total for call in now)):
                 return False
     return True
@@ -179,8 +178,7 @@ def _of_weights_alone(again: list[Again]) -> float:
 
 
 def _is_all_of_the_loss(one: Again, whole: float) -> None:
-    """The counted terms add up to the number with which backward began, but for `whole`: no other term is scaled by
-    their counts."""
+    """The counted terms add up to the loss, but for `whole`: no other term is scaled by their counts."""
     root = float(one.record.tensors(one.step)["loss"])
     weights = [call.weight for calls in _labels(one.record, one.step).values() for call in calls]
     counted = sum(event.count * event.value for event in one.record.of(Loss, one.step)) * weights[0]
@@ -257,10 +255,6 @@ def _sites(again: list[TermTracker]) -> Iterator[str]:
     return iter(dict.fromkeys(site for terms in again for site in terms))
 
 
-def _equal(values: list[float]) -> bool:
-    return max(values) - min(values) <= tolerances.FACTOR * max(map(abs, values))
-
-
 def _one(weight: float) -> bool:
     """Or minus one: a loss may be the negative of a mean of log-probabilities."""
     return abs(abs(weight) - 1) <= tolerances.FACTOR
@@ -275,7 +269,7 @@ def _means_of_their_own(alone: list[Call], again: list[list[Call]], factor: floa
     if not alone or not all(_one(sum(call.total for call in calls) * factor) for calls in micros):
         return False
     counts = [sum(call.count for call in calls) for calls in micros]
-    return not _equal(counts) or all(call.average for calls in micros for call in calls)
+    return not equal(counts) or all(call.average for calls in micros for call in calls)
 
 
 def _as_that(pair: Pair, other: Pair, sure: bool) -> bool:
@@ -283,8 +277,8 @@ def _as_that(pair: Pair, other: Pair, sure: bool) -> bool:
     an operator takes some mean of that weight."""
     ours, theirs = ([call for calls in of for call in calls] for of in (pair, other))
     same = [(a.micro, a.count) for a in ours] == [(b.micro, b.count) for b in theirs]
-    uneven = same and not _equal([call.count for call in ours])
-    alike = uneven and _equal([a.weight / b.weight for a, b in zip(ours, theirs, strict=True)])
+    uneven = same and not equal([call.count for call in ours])
+    alike = uneven and equal([a.weight / b.weight for a, b in zip(ours, theirs, strict=True)])
     return alike or (sure and all(call.average for call in ours))
 
 
@@ -302,14 +296,14 @@ def _expected_weight(
     per_label = whole / sum(call.count for call in replayed)
     if _one(whole) or sure:
         return per_label
-    if _equal(weights) and _one(weights[0] * factor):
+    if equal(weights) and _one(weights[0] * factor):
         return weights[0] * factor  # a sum
     if factor != 1 and _one(factor * sum(call.count for call in alone)):
         return per_label  # a sum with a coefficient, and gradients that are divided by the number of labels
     scale[site] = whole
-    if _equal(weights) and not _equal(counts):
+    if equal(weights) and not equal(counts):
         return weights[0] * factor  # divided by a number of the program's own
-    if not _equal(counts) and _equal([call.total for call in replayed]):
+    if not equal(counts) and equal([call.total for call in replayed]):
         return per_label
     if all(call.average for call in calls) and len({call.micro for call in alone}) == 1:
         return per_label

@@ -1,8 +1,8 @@
 """What modules carry from step to step beside weights (a loss's running mean): is it what one device makes of all rows?
 
 Each rank's calls are done again on one device from what the rank had. Where that leaves what the rank has before its
-next step, the rank has seen its own rows only: one device has the mean over the ranks, if they have equally many rows.
-Whether that matters, the gradient of the next step tells, done again once more from the mean (run/beside.py).
+next step, the rank has seen its own rows only. Whether that matters, the gradient of the next step tells, done again
+from the mean over the ranks (run/beside.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from isograd_verify.record.events import ForwardInputs, LabelWeight, MeanWeight
 from isograd_verify.record.recording import BEHIND, RankRecord, Recording, load
 from isograd_verify.record.sketch import dtype_name, row_sizes
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, spell, spread
+from isograd_verify.tell.wording import axis_over, spell, spread
 
 STATE = "state/"
 
@@ -81,7 +81,7 @@ def moved(
         f"of one rank, on one device from all rows; {len(by)} gradients differ for it (by up to {max(by.values()):.1e})"
     )
     tensors, axis = tuple(sorted(by)), axis_over(candidate, everyone)
-    return [finding(BUG, "statistic-unreduced", sentence, tensors=tensors, axis=axis)]
+    return [Finding(BUG, "statistic-unreduced", sentence, tensors=tensors, axis=axis)]
 
 
 def carried(candidate: Recording, again: list[Again], found: Finding) -> Finding:

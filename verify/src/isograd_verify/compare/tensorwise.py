@@ -15,13 +15,10 @@ from torch import Tensor
 from isograd_verify import tolerances
 from isograd_verify.compare.numerics import Noise
 from isograd_verify.compare.numerics import verdict as judged
-from isograd_verify.compare.placement import Place, Value, projected
-from isograd_verify.compare.values import norm, sides
+from isograd_verify.compare.values import Place, Value, norm, projected, sides
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.record.projection import COUNT
-from isograd_verify.record.sketch import dtype_name
+from isograd_verify.record.sketch import COUNT, dtype_name
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, PASS, Finding
-from isograd_verify.tell.wording import finding
 
 
 @dataclass(frozen=True)
@@ -81,15 +78,10 @@ def compare_tensor(
         return Tensorwise(name, places, errors, judged(max(ratios)))
     if isinstance(truth, Tensor):
         kinds.add(dtype_name(truth))
-    return Tensorwise(name, places, errors, _by_limits(least, most, kinds))
-
-
-def _by_limits(least: float, most: float, kinds: Iterable[str]) -> str:
-    """The verdict on a relative error between two bounds, of tensors that were held in these dtypes: by the widest
-    limits among them."""
-    limits = [tolerances.LIMITS.get(kind, tolerances.LIMITS["float32"]) for kind in kinds]
+    limits = [tolerances.LIMITS.get(kind, tolerances.LIMITS["float32"]) for kind in kinds]  # the widest count
     low, high = max(low for low, _ in limits), max(high for _, high in limits)
-    return PASS if most <= low else BUG if not least <= high else INCONCLUSIVE
+    verdict = PASS if most <= low else BUG if not least <= high else INCONCLUSIVE
+    return Tensorwise(name, places, errors, verdict)
 
 
 def block_error(found: Value, expected: Value, whole: float, dtype: str = "") -> Distance:
@@ -139,7 +131,7 @@ def common_factor(
         return []
     sentence = f"all gradients together are {factor:.8g} times the reference's; rounding leaves {noise.factor:.1e}"
     bars = (("reference", 1.0), ("here", factor))
-    return [finding(verdict, "", sentence, tensors=tuple(names), coefficients=bars)]
+    return [Finding(verdict, "", sentence, tensors=tuple(names), coefficients=bars)]
 
 
 def cancels(analysis: Analysis, reference: Analysis, name: str, theirs: str, fed: list[tuple[int, int, float]]) -> bool:

@@ -1,39 +1,143 @@
-"""Tensors of recordings, whole or by sketches (record/projection.py), and the one form in which two can be compared.
+"""Tensors of recordings, whole or by sketches (record/sketch.py), and the one form in which two can be compared.
 
 A rank that holds some rows (or columns) of a tensor is compared with those of the reference, each by its own sums. Of a
 part that is cut in several dimensions, or inside of rows, the sums are only terms of the whole's: there the parts of
 all ranks are added up first, and the rank's own is one of them.
+
+Which part a rank holds is told by its declared box, else by values: before the first step both runs hold the same
+weights, so each local row (or column) is found among the reference's. Tensors that are constant (biases of zeros)
+follow the weight of the same module, then their shape alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, takewhile
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from isograd_verify.compare.placement import Place, Value, projected
+from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.events import Key, Parameter
-from isograd_verify.record.projection import COUNT, Projected, project, project_row
-from isograd_verify.record.sketch import sketch
+from isograd_verify.record.sketch import COUNT, Projected, project, project_row, sketch
+
+Value = Tensor | Projected
 
 
-def recorded_value(tensors: Mapping[str, Tensor], kind: str, name: str) -> Value | None:
-    """What a step's file has of a parameter ('parameter', 'after') or its gradient ('final'), whole or by sketches."""
+@dataclass(frozen=True)
+class Place:
+    """Indices along the dimensions in which a whole is cut, or [start, stop] of its elements in a row; else all of
+    it."""
+
+    cuts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    row: tuple[int, int] | None = None
+
+    @property
+    def partial(self) -> bool:
+        """Whether it is a part of the whole."""
+        return bool(self.cuts) or self.row is not None
+
+    @overload
+    def of(self, whole: Tensor) -> Tensor: ...
+    @overload
+    def of(self, whole: Value) -> Value: ...
+
+    def of(self, whole: Value) -> Value:
+        """This part of a whole tensor."""
+        if isinstance(whole, Projected):
+            if self.row is not None or len(self.cuts) > 1:
+                return Projected(whole.shape, {})  # its sums tell of all of it, or of one cut
+            return whole.select(*self.cuts[0]) if self.cuts else whole
+        if self.row is not None:
+            return whole.reshape(-1)[slice(*self.row)]
+        for dim, indices in self.cuts:
+            whole = whole.index_select(dim, torch.tensor(indices, dtype=torch.long))
+        return whole
+
+
+def projected(value: Value) -> Projected:
+    """A tensor as a recording by sketches would tell it."""
+    return value if isinstance(value, Projected) else project(value)
+
+
+def place(local: Value, whole: Value, info: Parameter, index: int, holders: int) -> Place | None:
+    """None when it cannot be told. `index` of `holders`: the rank's place among those that hold the name."""
+    if info.box is not None and info.whole == tuple(whole.shape):
+        if info.in_a_row:
+            return Place(row=info.box[0])
+        cuts = [(d, tuple(range(a, b))) for d, (a, b) in enumerate(info.box) if (a, b) != (0, whole.shape[d])]
+        return Place(tuple(cuts))
+    if tuple(local.shape) == tuple(whole.shape):
+        return Place()
+    if len(local.shape) != len(whole.shape):
+        return None
+    differing = [d for d in range(len(local.shape)) if local.shape[d] != whole.shape[d]]
+    if len(differing) != 1:
+        return None
+    dim = differing[0]
+    even = _even(local.shape[dim], whole.shape[dim], dim, index, holders)
+    if isinstance(local, Projected) or isinstance(whole, Projected):
+        local, whole = projected(local), projected(whole)
+    flat = local.reshape(-1) if isinstance(local, Tensor) else torch.tensor([])
+    constant = not bool((flat != flat[:1]).any()) if len(flat) else isinstance(local, Tensor) or info.constant
+    if local.numel() and not constant:
+        if even is not None and bool(_close(_rows(local, dim), _rows(even.of(whole), dim)).all()):
+            return even  # equal rows elsewhere do not matter
+        found = _match(_rows(local, dim), _rows(whole, dim))
+        if found is not None:
+            return None if -1 in found else Place(((dim, found),))
+    return even
+
+
+def _even(size: int, of: int, dim: int, index: int, holders: int) -> Place | None:
+    """By shape alone; neighbours hold copies when there are more ranks than parts."""
+    if not size or of % size:
+        return None
+    part = index * (of // size) // holders
+    return Place(((dim, tuple(range(part * size, (part + 1) * size))),))
+
+
+def _rows(t: Value, dim: int) -> Tensor:
+    if isinstance(t, Projected):
+        return t.along[dim].T
+    return t.movedim(dim, 0).reshape(t.shape[dim], -1).double()
+
+
+def _close(rows: Tensor, others: Tensor) -> Tensor:
+    close: Tensor = (rows - others).norm(dim=-1) <= tolerances.STORED * rows.norm(dim=-1).clamp_min(1e-30)
+    return close
+
+
+def _match(rows: Tensor, among: Tensor) -> tuple[int, ...] | None:
+    """For each row, which of `among` it is: of several equal ones the one beside its neighbour's, else -1."""
+    if rows.shape[1] != among.shape[1] or rows.shape[0] > among.shape[0]:
+        return None
+    found = []
+    for chunk in rows.split(64):
+        near = torch.cdist(chunk, among) <= tolerances.STORED * chunk.norm(dim=1, keepdim=True).clamp_min(1e-30)
+        if not bool(near.any(1).all()):
+            return None
+        found += torch.where(near.sum(1) == 1, near.int().argmax(1), -1).tolist()
+    for turn, order in ((1, range(1, len(found))), (-1, range(len(found) - 2, -1, -1))):
+        for i in order:
+            beside = found[i - turn] + turn
+            known = found[i] == -1 and found[i - turn] != -1 and 0 <= beside < len(among)
+            if known and bool(_close(rows[i], among[beside])):
+                found[i] = beside
+    return tuple(found)
+
+
+def of_rank(analysis: Analysis, rank: int, kind: str, name: str) -> Value | None:
+    """What a rank's file has of a parameter ('parameter', 'after') or its gradient ('final'), whole or by sketches."""
+    tensors = analysis.recording.ranks[rank].tensors(analysis.step)
     if f"{kind}/{name}" in tensors:
         return tensors[f"{kind}/{name}"]
     paths = takewhile(tensors.__contains__, (f"along/{kind}/{d}/{name}" for d in count()))
     found = {d: tensors[path].double() for d, path in enumerate(paths)}
     return Projected(tuple(t.shape[1] for t in found.values()), found) if found else None
-
-
-def of_rank(analysis: Analysis, rank: int, kind: str, name: str) -> Value | None:
-    """The same, of one rank in the step that is looked at."""
-    return recorded_value(analysis.recording.ranks[rank].tensors(analysis.step), kind, name)
 
 
 def whole_values(analysis: Analysis, kind: str) -> dict[str, Value]:
@@ -65,8 +169,7 @@ def whole_values(analysis: Analysis, kind: str) -> dict[str, Value]:
 
 
 def _joined(infos: dict[int, Parameter], parts: dict[int, Value], own: int | None = None) -> Projected | None:
-    """The sums of the whole from those of its parts, each box once; of equal boxes `own`'s counts. None when some part
-    is missing."""
+    """The sums of the whole from its parts', each box once, of equal ones `own`'s; None when some part is missing."""
     boxes: dict[str, int] = {}
     for rank in sorted(parts, key=lambda r: r != own):
         boxes.setdefault(repr(infos[rank].box), rank)
@@ -93,8 +196,7 @@ def _joined(infos: dict[int, Parameter], parts: dict[int, Value], own: int | Non
 def sides(
     analysis: Analysis, rank: int, kind: str, name: str, truth: Value, spot: Place
 ) -> tuple[Value | None, Value | None]:
-    """(what a rank holds, what it should hold), both whole or both by sketches along the same dimensions; None for what
-    is not there."""
+    """(what a rank holds, what it should hold), both in one form; None for what is not there."""
     found = of_rank(analysis, rank, kind, name)
     if found is None:
         return None, spot.of(truth)
@@ -139,7 +241,7 @@ def difference(one: Value, other: Value) -> Value:
 
 
 def folded(value: Projected, dims: list[int]) -> Tensor:
-    """A sketch of its sums: what a regression on contributions needs (watch/sketching.py keeps those of parts)."""
+    """A sketch of its sums: what a regression on contributions needs (watch/recorder.py keeps those of parts)."""
     return torch.cat([sketch(row) for d in dims for row in value.along[d]] or [torch.zeros(0)])
 
 

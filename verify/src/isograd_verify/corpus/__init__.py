@@ -1,18 +1,18 @@
 """The corpus: one small program per bug, in plain torch.distributed, right or wrong by one argument.
 
-Each module, or each `program` of one with several, tells its story in the docstring and has
+Each `program` of a module, or a module, tells its story in the docstring and has
 
     WORLD, LAYOUT     how many ranks, and what the layout's axes are called
     AXIS, TENSORS     what the diagnosis must name: the axis (or "ranks", "micro-batches"), and a pattern of tensors
     train(bug, seed)  the program; on one rank it is the one-device reference
-    ALONE             in few: nothing is wrong with the gradients of what the ranks were given, so what is said of the
-                      program alone is looked at
+    BUGS              in few, for AXIS and TENSORS: those of each of several bugs, which `bug` names
+    ALONE             in few: the gradients are right for what the ranks were given; the program is judged by itself
     NEEDS             in few: the package of which it is a user's program
 """
 
 from __future__ import annotations
 
-SEVERAL = ("data_parallel", "around_the_step", "contrastive", "cut_models", "experts_sequence")  # modules
+SEVERAL = ("data_parallel", "around_the_step", "contrastive", "cut_models", "experts", "hugging")  # modules
 PROGRAMS = (
     "mean-of-means", "norm-unreduced", "accum-overwritten", "wrong-group",
     "nosync-missing", "qknorm-unreduced", "kv-replica-unreduced", "accum-rereduced", "accum-undivided", "bias-n-times",
@@ -23,7 +23,7 @@ PROGRAMS = (
     "score-partial", "expert-none",
 )  # fmt: skip
 
-# Modules with several bugs each, as a user of the framework would write them.
+# Programs with several bugs each, as a user of the framework would write them.
 FRAMEWORKS = (
     "ddp", "fsdp2", "dtensor-tp", "pipeline", "experts", "experts-sequence", "balance", "hugging-experts",
     "hugging-sequence", "hugging-idle", "hugging-balance",

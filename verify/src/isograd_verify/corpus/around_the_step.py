@@ -14,30 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from isograd_verify.corpus.plain import (
-    VOCAB,
-    Mlp,
-    all_reduce_gradients,
-    backwards,
-    batch,
-    cross_entropy,
-    my_batch,
-    my_rows,
-    program,
-    seeded,
-    steps,
-    valid,
-)
-from isograd_verify.corpus.sharded import ShardedMlp, split_gradients
+from isograd_verify.corpus import plain
 
 MOST = 0.05  # every step is clipped
 SCALE = 1024.0
 WARM, HALF = 60, 50  # tokens, until the rate is warm; after which half of an average is new
 
 
-def norm_of(model: ShardedMlp, copies: bool, alone: bool) -> Tensor:
+def norm_of(model: plain.ShardedMlp, copies: bool, alone: bool) -> Tensor:
     """`copies`: each rank's copy of a tensor is counted. `alone`: nothing is summed over ranks."""
-    parts, wholes = split_gradients(model)
+    parts, wholes = plain.split_gradients(model)
     counted = parts + wholes if copies or dist.get_rank() == 0 else parts
     square = torch.nn.utils.get_total_norm(counted).square()
     if not alone:
@@ -45,30 +31,29 @@ def norm_of(model: ShardedMlp, copies: bool, alone: bool) -> Tensor:
     return square.sqrt()
 
 
-@program("tp2", "tp")
+@plain.program("tp2", "tp")
 def clip_per_rank(bug: bool, seed: int) -> None:
     """Each tensor-parallel rank clips by the norm of its own part.
 
-    BLOOM ran so for 17,000 iterations; DeepSpeed #8469 and torchtitan #596 are of the kind. Replicated tensors are
-    rightly counted on one rank only, but the squares are never summed over the ranks: each scales by a factor of
-    its own."""
-    model = seeded(ShardedMlp, seed)
+    BLOOM ran so for 17,000 iterations; DeepSpeed #8469, torchtitan #596. Replicated tensors are rightly counted on one
+    rank only, but the squares are never summed over the ranks: each scales by a factor of its own."""
+    model = plain.seeded(plain.ShardedMlp, seed)
     model.shard()
-    for _ in backwards(model, seed, lr=1.0):
+    for _ in plain.backwards(model, seed, lr=1.0):
         norm = norm_of(model, False, alone=bug)
         for parameter in model.parameters():
             parameter.grad.mul_((MOST / norm).clamp(max=1))
 
 
-@program("tp2", "tp", "")
+@plain.program("tp2", "tp", "")
 def norm_counts_replicas(bug: bool, seed: int) -> None:
     """Squares are summed over the tensor-parallel ranks, also those of tensors that all ranks hold.
 
     DeepSpeed #5411. The norm is too large by a known amount, and the same on all ranks: the step is clipped too
     much, and more so with more ranks."""
-    model = seeded(ShardedMlp, seed)
+    model = plain.seeded(plain.ShardedMlp, seed)
     model.shard()
-    for _ in backwards(model, seed, lr=1.0):
+    for _ in plain.backwards(model, seed, lr=1.0):
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), MOST, norm_of(model, bug, alone=False))
 
 
@@ -80,53 +65,51 @@ def all_reduce_in_half(model: nn.Module) -> None:
         parameter.grad.copy_(half)
 
 
-@program("dp2", "dp")
+@plain.program("dp2", "dp")
 def bf16_reduction(bug: bool, seed: int) -> None:
     """Gradients are kept in fp32 and summed in bf16.
 
     pytorch #190626: a policy asks for fp32 and one reduction does not follow it. Also what a compression hook does
     by design. Every sum is off by about 2^-9 of it, more with more ranks."""
-    model = seeded(Mlp, seed).float()
-    for step in steps(model):
-        tokens, labels, count = my_batch(seed + step)
-        (cross_entropy(model(tokens), labels) / count).backward()
+    model = plain.seeded(plain.Mlp, seed).float()
+    for tokens, labels, count in plain.my_batches(model, seed):
+        (plain.cross_entropy(model(tokens), labels) / count).backward()
         if bug:
             all_reduce_in_half(model)
         else:
-            all_reduce_gradients(model)
+            plain.all_reduce_gradients(model)
 
 
-@program("dp2", "dp", r"^embed")
+@plain.program("dp2", "dp", r"^embed")
 def bf16_accumulation(bug: bool, seed: int) -> None:
     """An embedding in bf16 adds the rows of a token id in bf16, and one id is nine tenths of the text.
 
     torch does so on CPU: a sum that has grown large no longer changes. The twin keeps the weight in fp32."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = seeded(Mlp, seed).float()
+    model = plain.seeded(plain.Mlp, seed).float()
     model.embed.weight.data = model.embed.weight.data.bfloat16().float()
     if bug:
         model.embed.bfloat16().register_forward_hook(lambda module, args, made: made.float())
     generator = torch.Generator().manual_seed(seed)
-    for _ in steps(model):
-        text = torch.randint(VOCAB, (8, 257), generator=generator)
+    for _ in plain.steps(model):
+        text = torch.randint(plain.VOCAB, (8, 257), generator=generator)
         text[torch.rand(text.shape, generator=generator) < 0.9] = 1
-        tokens, labels = (my_rows(part, rank, world) for part in (text[:, :-1], text[:, 1:]))
-        (cross_entropy(model(tokens), labels) / 2048).backward()
-        all_reduce_gradients(model)
+        tokens, labels = map(plain.my_part, (text[:, :-1], text[:, 1:]))
+        (plain.cross_entropy(model(tokens), labels) / 2048).backward()
+        plain.all_reduce_gradients(model)
 
 
-@program("dp2", "rank", "")
+@plain.program("dp2", "rank", "")
 def overflow_alone(bug: bool, seed: int) -> None:
     """A rank whose scaled gradients overflowed skips its optimizer step, and does not tell the others.
 
     DeepSpeed #7568. To keep its Inf out of the sum the rank adds zeros, so all that the others receive looks fine:
     they step, it does not, and from then on the replicas differ."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = seeded(Mlp, seed)
+    model = plain.seeded(plain.Mlp, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):  # the second overflows, so that two steps are taken
-        tokens, labels, count = my_batch(seed + step)
-        loss = cross_entropy(model(tokens), labels) / count * SCALE
+        tokens, labels, count = plain.my_batch(seed + step)
+        loss = plain.cross_entropy(model(tokens), labels) / count * SCALE
         holds_the_last_row = rank == world - 1
         if step == 1 and holds_the_last_row:
             loss = loss * math.inf  # planted: fp16 would get here by itself
@@ -136,7 +119,7 @@ def overflow_alone(bug: bool, seed: int) -> None:
             optimizer.zero_grad(set_to_none=False)
         if not bug:
             dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
-        all_reduce_gradients(model)
+        plain.all_reduce_gradients(model)
         if not overflow:
             for parameter in model.parameters():
                 parameter.grad.div_(SCALE)
@@ -144,25 +127,21 @@ def overflow_alone(bug: bool, seed: int) -> None:
         optimizer.zero_grad()
 
 
-@program("dp2", "dp|ranks")
+@plain.program("dp2", "dp|ranks")
 def rates_differ(bug: bool, seed: int) -> None:
     """The learning rate is warmed up by tokens, and each rank counts its own.
 
-    Gradients are summed and equal on all ranks, and each rank makes another step of them: copies drift apart from
-    the first step on. The same happens with a scheduler that looks at this rank's loss, and with one that only rank
-    0 steps."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = seeded(Mlp, seed)
+    Gradients are equal on all ranks, and each rank makes another step of them. The same happens with a scheduler that
+    looks at this rank's loss, and with one that only rank 0 steps."""
+    model = plain.seeded(plain.Mlp, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = 0
     for step in range(2):
-        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
-        count = valid(labels)
-        mine = int(count)
-        dist.all_reduce(count)
-        (cross_entropy(model(tokens), labels) / count).backward()
-        all_reduce_gradients(model)
-        seen += mine * world if bug else int(count)
+        tokens, labels, count = plain.my_batch(seed + step)
+        mine = int(plain.valid(labels))
+        (plain.cross_entropy(model(tokens), labels) / count).backward()
+        plain.all_reduce_gradients(model)
+        seen += mine * dist.get_world_size() if bug else int(count)
         for group in optimizer.param_groups:
             group["lr"] = 0.1 * min(1.0, seen / WARM)
         optimizer.step()
@@ -175,31 +154,28 @@ def mixed(average: Tensor, weight: Tensor, updates: Tensor, tokens: float) -> Te
     return weight + (average - weight) * old
 
 
-@program("dp2", "dp|ranks")
+@plain.program("dp2", "dp|ranks")
 def averages_differ(bug: bool, seed: int) -> None:
     """The weights are averaged with a decay that goes by tokens, and each rank counts its own.
 
     The parameters are copies on all ranks and stay so. Their averages are evaluated and saved, rank 0's, and no
     rank's is the one that the decay was meant to give. No gradient is wrong."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = seeded(Mlp, seed)
+    model = plain.seeded(plain.Mlp, seed)
     average = AveragedModel(model)
     average.update_parameters(model)  # the first one copies
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
-        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
-        count = valid(labels)
-        mine = float(count)
-        dist.all_reduce(count)
-        (cross_entropy(model(tokens), labels) / count).backward()
-        all_reduce_gradients(model)
+        tokens, labels, count = plain.my_batch(seed + step)
+        mine = float(plain.valid(labels))
+        (plain.cross_entropy(model(tokens), labels) / count).backward()
+        plain.all_reduce_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-        average.avg_fn = partial(mixed, tokens=mine * world if bug else float(count))
+        average.avg_fn = partial(mixed, tokens=mine * dist.get_world_size() if bug else float(count))
         average.update_parameters(model)
 
 
-def save_and_resume(model: ShardedMlp, bug: bool) -> None:
+def save_and_resume(model: plain.ShardedMlp, bug: bool) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     shared = [tempfile.mkdtemp(prefix="isograd-resume-") if rank == 0 else ""]
     dist.broadcast_object_list(shared)
@@ -213,19 +189,19 @@ def save_and_resume(model: ShardedMlp, bug: bool) -> None:
         shutil.rmtree(home)
 
 
-@program("tp2", "tp", r"^(up|down)\.")
+@plain.program("tp2", "tp", r"^(up|down)\.")
 def resume_other_rank(bug: bool, seed: int) -> None:
     """After a restart the ranks come in another order, and each loads the weights of the other.
 
     DeepSpeed #8226. The first loss is right to the last digit, for hidden units may stand in any order. But the
     optimizer's momentum came from the right file: from then on each unit moves with the momentum of another."""
-    model = seeded(ShardedMlp, seed)
+    model = plain.seeded(plain.ShardedMlp, seed)
     model.shard()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
         if step == 1:
             save_and_resume(model, bug)
-        tokens, labels = batch(seed + step)
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+        tokens, labels = plain.batch(seed + step)
+        (plain.cross_entropy(model(tokens), labels) / plain.valid(labels)).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -9,16 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd_verify.corpus.plain import (
-    Copy,
-    Gather,
-    all_reduce_gradients,
-    cross_entropy,
-    my_rows,
-    program,
-    seeded,
-    steps,
-)
+from isograd_verify.corpus import plain
 
 ROWS, FEATURES, SIZE = 6, 5, 4
 
@@ -30,11 +21,11 @@ def triples(seed: int) -> tuple[Tensor, ...]:
 
 
 def mine(seed: int) -> list[Tensor]:
-    return [my_rows(t, dist.get_rank(), dist.get_world_size()) for t in triples(seed)]
+    return [plain.my_part(t) for t in triples(seed)]
 
 
 def everyones(x: Tensor) -> Tensor:
-    found: Tensor = Gather.apply(x, 0)  # type: ignore[no-untyped-call]
+    found: Tensor = plain.gathered(x, 0)
     return found
 
 
@@ -77,24 +68,24 @@ class SummingScores(Scores):
     """Its scale's gradient is that of all ranks' rows when backward leaves it."""
 
     def scale(self) -> Tensor:
-        summed: Tensor = Copy.apply(self.logit_scale)  # type: ignore[no-untyped-call]
+        summed: Tensor = plain.copied(self.logit_scale)
         return summed
 
 
-@program("dp2", "dp", r"logit_scale")
+@plain.program("dp2", "dp", r"logit_scale")
 def temperature_scale(bug: bool, seed: int) -> None:
     """The loss sums the logit scale's gradient over the ranks itself, and then all gradients are summed.
 
     Inf-CL's ring of similarities ends its backward so; OpenCLIP's accumulation adds the scale's whole gradient once
     per chunk. Encoders are right, the loss is right, and the temperature moves W times as fast."""
-    model = seeded(Towers, seed)
+    model = plain.seeded(Towers, seed)
     if bug:
         model.scores = SummingScores().double()
-    for step in steps(model):
+    for step in plain.steps(model):
         rows = mine(seed + step)
         logits = model(*rows)
-        (cross_entropy(logits, own_documents(len(logits))) / ROWS).backward()
-        all_reduce_gradients(model)
+        (plain.cross_entropy(logits, own_documents(len(logits))) / ROWS).backward()
+        plain.all_reduce_gradients(model)
 
 
 def chunks(model: Towers, seed: int, step: int) -> Iterator[tuple[nn.Module, Tensor, int]]:
@@ -105,15 +96,14 @@ def chunks(model: Towers, seed: int, step: int) -> Iterator[tuple[nn.Module, Ten
             yield model.query if tower == 0 else model.document, row, 1000 * step + 100 * tower + first + number
 
 
-@program("dp2", "", "")
+@plain.program("dp2", "", "")
 def cache_rng(bug: bool, seed: int) -> None:
     """Representations are cached without a graph, and the replay with one drops other elements.
 
     GradCache, and sentence-transformers #3862: the gradient of a cached representation is handed to another one,
-    because the state of the random generator was not brought back for the replay. Nothing is missing, everything is
-    a little wrong."""
-    model = seeded(Towers, seed, 0.3)
-    for step in steps(model):
+    because the state of the random generator was not brought back for the replay. Everything is a little wrong."""
+    model = plain.seeded(Towers, seed, 0.3)
+    for step in plain.steps(model):
         cached = []
         for encode, row, draws in chunks(model, seed, step):
             torch.manual_seed(draws)
@@ -121,12 +111,12 @@ def cache_rng(bug: bool, seed: int) -> None:
                 cached.append(encode(row).requires_grad_())
         queries, *others = (torch.cat(part) for part in zip(*[iter(cached)] * (len(cached) // 3), strict=True))
         logits = model.scores(queries, torch.cat([everyones(vectors) for vectors in others]))
-        (cross_entropy(logits, own_documents(len(logits))) / ROWS).backward()
+        (plain.cross_entropy(logits, own_documents(len(logits))) / ROWS).backward()
         for (encode, row, draws), vector in zip(chunks(model, seed, step), cached, strict=True):
             if not bug:
                 torch.manual_seed(draws)
             encode(row).backward(vector.grad)
-        all_reduce_gradients(model)
+        plain.all_reduce_gradients(model)
 
 
 class Interleaved(Towers):
@@ -136,15 +126,14 @@ class Interleaved(Towers):
         return logits
 
 
-@program("dp2", "dp", "")
+@plain.program("dp2", "dp", "")
 def loss_labels_shifted(bug: bool, seed: int) -> None:
     """Each rank's documents and hard negatives are gathered together, labels count documents alone.
 
-    sentence-transformers #3453: candidates come as documents and negatives of rank 0, then those of rank 1; the
-    label of a row is still its number among all documents. From the second rank on, rows are drawn to other rows'
-    negatives."""
-    model = seeded(Interleaved if bug else Towers, seed)
-    for step in steps(model):
+    sentence-transformers #3453: candidates come as documents and negatives of rank 0, then those of rank 1. From the
+    second rank on, rows are drawn to other rows' negatives."""
+    model = plain.seeded(Interleaved if bug else Towers, seed)
+    for step in plain.steps(model):
         logits = model(*mine(seed + step))
-        (cross_entropy(logits, own_documents(len(logits))) / ROWS).backward()
-        all_reduce_gradients(model)
+        (plain.cross_entropy(logits, own_documents(len(logits))) / ROWS).backward()
+        plain.all_reduce_gradients(model)

@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd_verify.corpus.pipeline import Seat, backward, my_micro_batches, take_seat
-from isograd_verify.corpus.plain import (
-    BATCH,
-    HIDDEN,
-    VOCAB,
-    Gather,
-    Join,
-    Mlp,
-    ScatterSum,
-    all_reduce_gradients,
-    backwards,
-    batch,
-    cross_entropy,
-    cut,
-    gather,
-    mine,
-    program,
-    seeded,
-    steps,
-    valid,
-)
-from isograd_verify.corpus.sharded import INNER, GatheredMlp, ShardedMlp, copied, summed
+from isograd_verify.corpus import plain
+from isograd_verify.corpus.pipeline import Seat, backward, take_seat
 
 HEADS, SIZE = 4, 4
 
@@ -47,24 +26,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-class AllToAll(torch.autograd.Function):
-    """x[r] goes to rank r; result[r] came from rank r. Backward is the same exchange: it is its own inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        received = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, x.contiguous())
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, gradient.contiguous())
-        return received
+def swapped(x: Tensor) -> Tensor:
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous())
+    return received
 
 
-def exchange(x: Tensor) -> Tensor:
-    return AllToAll.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+exchange = plain.move(swapped, swapped)  # x[r] goes to rank r; result[r] came from rank r: its own inverse
 
 
 class ToHeads(nn.Module):
@@ -89,12 +57,12 @@ class ToSequence(nn.Module):
 class Attention(nn.Module):
     def __init__(self, groups: int = HEADS) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.q = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
-        self.k = nn.Linear(HIDDEN, groups * SIZE, bias=False)
-        self.v = nn.Linear(HIDDEN, groups * SIZE, bias=False)
-        self.o = nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
-        self.head = nn.Linear(HIDDEN, VOCAB)
+        self.embed = nn.Embedding(plain.VOCAB, plain.HIDDEN)
+        self.q = nn.Linear(plain.HIDDEN, HEADS * SIZE, bias=False)
+        self.k = nn.Linear(plain.HIDDEN, groups * SIZE, bias=False)
+        self.v = nn.Linear(plain.HIDDEN, groups * SIZE, bias=False)
+        self.o = nn.Linear(HEADS * SIZE, plain.HIDDEN, bias=False)
+        self.head = nn.Linear(plain.HIDDEN, plain.VOCAB)
 
     def mixed(self, x: Tensor) -> Tensor:
         q, k, v = (heads(layer(x)) for layer in (self.q, self.k, self.v))  # [batch, sequence, heads / tp, size]
@@ -102,7 +70,7 @@ class Attention(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        logits: Tensor = self.head(x + summed(self.o(self.mixed(copied(x)).flatten(-2))))
+        logits: Tensor = self.head(x + plain.summed(self.o(self.mixed(plain.copied(x)).flatten(-2))))
         return logits
 
 
@@ -120,22 +88,22 @@ class UlyssesModel(Attention):
 
 def over_sequences(model: UlyssesModel, seed: int) -> Iterator[int]:
     """`steps` on this rank's part of each sequence: gradients are summed over the ranks."""
-    for step in steps(model):
-        whole = batch(seed + step)
-        tokens, labels = (mine(part, 1) for part in whole)
-        (cross_entropy(model(tokens), labels) / valid(whole[1])).backward()
-        all_reduce_gradients(model)
+    for step in plain.steps(model):
+        whole = plain.batch(seed + step)
+        tokens, labels = (plain.mine(part, 1) for part in whole)
+        (plain.cross_entropy(model(tokens), labels) / plain.valid(whole[1])).backward()
+        plain.all_reduce_gradients(model)
         yield step
 
 
-@program("cp2 ulysses", "cp")
+@plain.program("cp2 ulysses", "cp")
 def ulysses_scale(bug: bool, seed: int) -> None:
     """Gradients over the sequence-parallel ranks are averaged where they should be summed.
 
     DeepSpeed #5248; in 0.19.8 they come out as 1, sp or 1 / sp times the right ones, by ZeRO stage and one flag.
     Here the loss is already divided by the labels of the whole step, so every rank's gradient is a summand."""
     world = dist.get_world_size()
-    model = seeded(UlyssesModel, seed)
+    model = plain.seeded(UlyssesModel, seed)
     for _ in over_sequences(model, seed):
         if bug:
             for parameter in model.parameters():
@@ -144,46 +112,46 @@ def ulysses_scale(bug: bool, seed: int) -> None:
 
 class ReshapedToSequence(ToSequence):
     def merge(self, received: Tensor) -> Tensor:
-        return received.reshape(BATCH, -1, HEADS, SIZE)  # from [rank, batch, part, heads / cp, size]
+        return received.reshape(plain.BATCH, -1, HEADS, SIZE)  # from [rank, batch, part, heads / cp, size]
 
 
-@program("cp2 ulysses", "cp", "")
+@plain.program("cp2 ulysses", "cp", "")
 def ulysses_permute(bug: bool, seed: int) -> None:
     """After the second all-to-all the pieces are reshaped where they should first be transposed.
 
     DeepSpeed #5664: 0.14.2 to 0.14.4 corrupt half of the output and more, by layout and batch size. The shape is
     right, the exchange there and back is the identity when the mistake is made twice, and the loss falls."""
-    model = seeded(UlyssesModel, seed)
+    model = plain.seeded(UlyssesModel, seed)
     if bug:
         model.to_sequence = ReshapedToSequence()
     for _ in over_sequences(model, seed):
         pass
 
 
-@program("tp2", "tp", r"^(embed|up)\.")
+@plain.program("tp2", "tp", r"^(embed|up)\.")
 def gather_backward_sum(bug: bool, seed: int) -> None:
     """The backward of an all-gather sums over the ranks, though what follows is the same on each.
 
-    Found in Megatron-Bridge (Megatron-LM #7452). A reduce-scatter is the adjoint of an all-gather whose copies are
-    used differently; of identical uses it sums tp equal gradients. All that lies before the gather gets tp times
-    its gradient."""
-    model = seeded(GatheredMlp, seed)
+    Megatron-Bridge (Megatron-LM #7452). A reduce-scatter is the adjoint of an all-gather whose copies are used
+    differently; of identical uses it sums tp equal gradients: all that lies before the gather gets tp times its
+    gradient."""
+    model = plain.seeded(plain.GatheredMlp, seed)
     model.shard()
-    model.gather = Gather.apply if bug else Join.apply
-    for _ in backwards(model, seed):
+    model.gather = plain.gathered if bug else plain.joined
+    for _ in plain.backwards(model, seed):
         pass
 
 
-@program("tp2", "tp", r"^(embed|up)\.")
+@plain.program("tp2", "tp", r"^(embed|up)\.")
 def cut_graph(bug: bool, seed: int) -> None:
     """Dist.all_gather is called in forward on a tensor that needs a gradient, and has no backward.
 
     pytorch #152127; dist.all_to_all_single does the same. Nothing is raised: what the list receives are constants,
     so all layers before the gather stay as they were initialised, and the loss still falls."""
-    model = seeded(GatheredMlp, seed)
+    model = plain.seeded(plain.GatheredMlp, seed)
     model.shard()
-    model.gather = gather if bug else Join.apply
-    for _ in backwards(model, seed):
+    model.gather = plain.gather if bug else plain.joined
+    for _ in plain.backwards(model, seed):
         pass
 
 
@@ -192,26 +160,25 @@ def shifted(ids: Tensor) -> Tensor:
     return F.pad(ids[:, 1:], (0, 1), value=-100)
 
 
-@program("cp2 ulysses", "cp", "")
+@plain.program("cp2 ulysses", "cp", "")
 def border_labels_lost(bug: bool, seed: int) -> None:
     """Labels are shifted by one after the sequence was cut, inside each rank's part of it.
 
-    A model that shifts its own labels, as those of transformers do, is given its shard: the last token of every
-    shard has no next one there, and its target is lost. No shape tells, the loss is a mean of right losses, and it
-    falls as before."""
+    A model that shifts its own labels, as those of transformers do, is given its shard: the last token of every shard
+    has no next one there, and its target is lost. No shape tells, and the loss falls as before."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = seeded(UlyssesModel, seed)
-    for step in steps(model):
-        tokens, ids = batch(seed + step)
+    model = plain.seeded(UlyssesModel, seed)
+    for step in plain.steps(model):
+        tokens, ids = plain.batch(seed + step)
         tokens = tokens.chunk(world, 1)[rank]
         labels = shifted(ids.chunk(world, 1)[rank]) if bug else shifted(ids).chunk(world, 1)[rank]
-        count = valid(labels)
+        count = plain.valid(labels)
         dist.all_reduce(count)
-        (cross_entropy(model(tokens), labels) / count).backward()
-        all_reduce_gradients(model)
+        (plain.cross_entropy(model(tokens), labels) / count).backward()
+        plain.all_reduce_gradients(model)
 
 
-class Model(ShardedMlp):
+class Model(plain.ShardedMlp):
     def __init__(self) -> None:
         super().__init__()
         self.dropout = torch.nn.Dropout(0.25)
@@ -220,37 +187,36 @@ class Model(ShardedMlp):
         return self.block(self.dropout(self.embed(tokens)))
 
 
-@program("tp2", "tp", "")
+@plain.program("tp2", "tp", "")
 def norm_dropout_rng(bug: bool, seed: int) -> None:
     """Ranks that hold copies of the residual stream drop different elements of it.
 
-    BLOOM found its norms drifting apart over the tensor-parallel ranks: the random states differed where
-    activations are replicated. Each rank's layers work on an input of their own, and the sum of their outputs
-    belongs to none."""
-    model = seeded(Model, seed)
+    BLOOM found its norms drifting apart over the tensor-parallel ranks: the random states differed where activations
+    are replicated. Each rank's layers work on an input of their own, and the sum of their outputs belongs to none."""
+    model = plain.seeded(Model, seed)
     model.shard()
-    for step in steps(model):
-        tokens, labels = batch(seed + step)
+    for step in plain.steps(model):
+        tokens, labels = plain.batch(seed + step)
         torch.manual_seed(100 * seed + step + (50 * dist.get_rank() if bug else 0))
-        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+        (plain.cross_entropy(model(tokens), labels) / plain.valid(labels)).backward()
 
 
 class Grouped(Attention):
     """Four query heads are cut over the ranks; the one key/value head is on all of them."""
 
     def shard(self) -> None:
-        self.q, self.o = cut(self.q, 0), cut(self.o, 1)
+        self.q, self.o = plain.cut(self.q, 0), plain.cut(self.o, 1)
 
 
-@program("tp2", "tp", r"^[kv]\.")
+@plain.program("tp2", "tp", r"^[kv]\.")
 def kv_replica_unreduced(bug: bool, seed: int) -> None:
     """There are more tensor-parallel ranks than key/value heads, so ranks hold copies of one head.
 
     Grouped-query attention beyond the number of its groups. Each copy serves other query heads, its gradient is
     that part only, and nobody sums over the copies."""
-    model = seeded(Grouped, seed, 1)
+    model = plain.seeded(Grouped, seed, 1)
     model.shard()
-    for _ in backwards(model, seed):
+    for _ in plain.backwards(model, seed):
         if not bug:
             dist.all_reduce(model.k.weight.grad)
             dist.all_reduce(model.v.weight.grad)
@@ -262,22 +228,27 @@ class HeadNormed(Attention):
         self.q_norm, self.k_norm = nn.RMSNorm(SIZE), nn.RMSNorm(SIZE)
 
     def shard(self) -> None:
-        self.q, self.k, self.v, self.o = cut(self.q, 0), cut(self.k, 0), cut(self.v, 0), cut(self.o, 1)
+        self.q, self.k, self.v, self.o = (
+            plain.cut(self.q, 0),
+            plain.cut(self.k, 0),
+            plain.cut(self.v, 0),
+            plain.cut(self.o, 1),
+        )
 
     def mixed(self, x: Tensor) -> Tensor:
         q, k, v = (heads(layer(x)) for layer in (self.q, self.k, self.v))
         return attend(self.q_norm(q), self.k_norm(k), v)
 
 
-@program("tp2", "tp", r"^[qk]_norm\.")
+@plain.program("tp2", "tp", r"^[qk]_norm\.")
 def qknorm_unreduced(bug: bool, seed: int) -> None:
     """One weight normalises the queries (keys) of all heads, but each rank knows its own heads only.
 
     Met wherever q/k norms were added to a tensor-parallel model: without sequence parallelism "norms need no
     reduction", except for these two. Each rank's copy follows its own heads."""
-    model = seeded(HeadNormed, seed)
+    model = plain.seeded(HeadNormed, seed)
     model.shard()
-    for _ in backwards(model, seed):
+    for _ in plain.backwards(model, seed):
         if not bug:
             dist.all_reduce(model.q_norm.weight.grad)
             dist.all_reduce(model.k_norm.weight.grad)
@@ -310,18 +281,18 @@ def scatter(seat: Seat, bug: bool) -> None:
         at += parameter.numel()
 
 
-@program("pp2 dp2", "pp", r"^embed\.", world=4)
+@plain.program("pp2 dp2", "pp", r"^embed\.", world=4)
 def tie_after_scatter(bug: bool, seed: int) -> None:
     """A tied weight is summed over its stages after its gradient was scattered to different owners.
 
-    Megatron-LM #844. The weight lies at the end of the first stage's buffer and at the front of the last one's, so
-    that the reduce-scatter, in place, leaves its sum on another data rank of each. What the sum over the stages
-    then adds on the owner's side is what a rank that owns nothing of it had left: contributions count 1, 0, 1, 2.
-    examples/tied_pipeline.py prints it step by step."""
+    Megatron-LM #844. The weight lies at the end of the first stage's buffer and at the front of the last one's, so that
+    the reduce-scatter, in place, leaves its sum on another data rank of each. What the sum over the stages then adds is
+    what a rank that owns nothing of it had left: contributions count 1, 0, 1, 2 (examples/tied_pipeline.py, step by
+    step)."""
     seat = take_seat(seed)
-    for step in steps(seat.model):
-        count = float(valid(batch(seed + step)[1]))
-        for tokens, labels in my_micro_batches(seat, seed + step, 2):
+    for step in plain.steps(seat.model):
+        count = float(plain.valid(plain.batch(seed + step)[1]))
+        for tokens, labels in plain.micro_batches(seat.data, seat.datas, seed + step, 2):
             backward(seat, tokens, labels, (1.0, seat.datas / count))
         if seat.stages > 1:
             scatter(seat, bug)
@@ -337,63 +308,63 @@ class RowLinear(nn.Linear):
     bias_on_every_rank = False
 
     def shard(self) -> None:
-        self.weight = nn.Parameter(mine(self.weight.detach(), 1))
+        self.weight = nn.Parameter(plain.mine(self.weight.detach(), 1))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias_on_every_rank:
-            return summed(F.linear(x, self.weight, self.bias))
-        return summed(F.linear(x, self.weight)) + self.bias
+            return plain.summed(F.linear(x, self.weight, self.bias))
+        return plain.summed(F.linear(x, self.weight)) + self.bias
 
 
-class Biased(Mlp):
+class Biased(plain.Mlp):
     down: RowLinear
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = RowLinear(INNER, HIDDEN)
+        self.down = RowLinear(plain.INNER, plain.HIDDEN)
 
     def shard(self) -> None:
-        self.up = cut(self.up, 0)
+        self.up = plain.cut(self.up, 0)
         self.down.shard()
 
     def block(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(copied(self.norm(x)))))  # type: ignore[no-any-return]
+        return x + self.down(F.gelu(self.up(plain.copied(self.norm(x)))))  # type: ignore[no-any-return]
 
 
-@program("tp2", "tp", "")
+@plain.program("tp2", "tp", "")
 def bias_n_times(bug: bool, seed: int) -> None:
     """A row-parallel linear adds its bias on every rank, and then the outputs are summed over the ranks.
 
     torchtitan #2106 and #4245. The model trains with the bias counted tp times; every activation behind it is off."""
-    model = seeded(Biased, seed)
+    model = plain.seeded(Biased, seed)
     model.shard()
     model.down.bias_on_every_rank = bug
-    for _ in backwards(model, seed):
+    for _ in plain.backwards(model, seed):
         pass
 
 
-class Normed(ShardedMlp):
+class Normed(plain.ShardedMlp):
     """Tokens are cut along the sequence outside of the two linear layers, which are cut along their features."""
 
     def block(self, x: Tensor) -> Tensor:
-        whole = Gather.apply(self.norm(x), 1)  # type: ignore[no-untyped-call]  # [batch, sequence, hidden]
-        mine: Tensor = ScatterSum.apply(self.down(F.gelu(self.up(whole))), 1)  # type: ignore[no-untyped-call]
+        whole = plain.gathered(self.norm(x), 1)
+        mine: Tensor = plain.scattered(self.down(F.gelu(self.up(whole))), 1)
         return x + mine  # [batch, sequence / tp, hidden]
 
 
-@program("tp2 sp", "tp", r"norm\.")
+@plain.program("tp2 sp", "tp", r"norm\.")
 def norm_unreduced(bug: bool, seed: int) -> None:
     """Under sequence parallelism a norm sees this rank's tokens only, and nobody sums its gradient.
 
     GPT-NeoX #1257, Megatron-LM #1446. Each rank's norm weight follows its own part of the sequence; copies drift
     apart."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = seeded(Normed, seed)
+    model = plain.seeded(Normed, seed)
     model.shard()
-    for step in steps(model):
-        tokens, labels = batch(seed + step)
+    for step in plain.steps(model):
+        tokens, labels = plain.batch(seed + step)
         mine = slice(rank * tokens.shape[1] // world, (rank + 1) * tokens.shape[1] // world)
-        loss = cross_entropy(model(tokens[:, mine]), labels[:, mine]) / valid(labels)
+        loss = plain.cross_entropy(model(tokens[:, mine]), labels[:, mine]) / plain.valid(labels)
         loss.backward()
         for name, parameter in model.named_parameters():
             cut_over_ranks = name.startswith(("up", "down"))

@@ -3,183 +3,168 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from isograd_verify.corpus.pipeline import backward, my_micro_batches, sum_gradients, take_seat
-from isograd_verify.corpus.plain import (
-    HIDDEN,
-    Mlp,
-    all_reduce_gradients,
-    batch,
-    cross_entropy,
-    micro_batches,
-    my_rows,
-    own_batch,
-    program,
-    seeded,
-    steps,
-    valid,
-)
-from isograd_verify.corpus.sharded import ShardedMlp
+from isograd_verify.corpus import plain
+from isograd_verify.corpus.pipeline import backward, sum_gradients, take_seat
 
 MICRO_BATCHES, OF_STAGES = 4, 3
 
 
-@program("dp2", "ranks")
+@plain.program("dp2", "ranks")
 def mean_of_means(bug: bool, seed: int) -> None:
     """Every rank divides by its own number of labels, and the means are averaged.
 
     transformers' accumulation bug of October 2024, torchtitan #1842, and what DDP does by design. A label on a rank
     with few of them weighs more than one on a rank with many. The loss curve looks right."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = seeded(Mlp, seed)
-    for step in steps(model):
-        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
+    world = dist.get_world_size()
+    model = plain.seeded(plain.Mlp, seed)
+    for step in plain.steps(model):
+        tokens, labels = map(plain.my_part, plain.batch(seed + step))
         if bug:
-            loss = cross_entropy(model(tokens), labels, "mean") / world
+            loss = plain.cross_entropy(model(tokens), labels, "mean") / world
         else:
-            count = valid(labels)
+            count = plain.valid(labels)
             dist.all_reduce(count)
-            loss = cross_entropy(model(tokens), labels) / count
+            loss = plain.cross_entropy(model(tokens), labels) / count
         loss.backward()
-        all_reduce_gradients(model)
+        plain.all_reduce_gradients(model)
 
 
-@program("dp2", "micro-batches")
+@plain.program("dp2", "micro-batches")
 def accum_overwritten(bug: bool, seed: int) -> None:
     """Gradients are set to zero inside the accumulation loop, so that only the last micro-batch counts.
 
     DeepSpeed #7981, a Megatron-LM fused kernel (PR #7186). The loss is right at every micro-batch."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = seeded(Mlp, seed)
-    for step in steps(model):
-        count = valid(batch(seed + step)[1])
-        for tokens, labels in micro_batches(rank, world, seed + step, 3):
+    model = plain.seeded(plain.Mlp, seed)
+    for step in plain.steps(model):
+        count = plain.valid(plain.batch(seed + step)[1])
+        for tokens, labels in plain.micro_batches(rank, world, seed + step, 3):
             if bug:
                 model.zero_grad()
-            (cross_entropy(model(tokens), labels) / count).backward()
-        all_reduce_gradients(model)
+            (plain.cross_entropy(model(tokens), labels) / count).backward()
+        plain.all_reduce_gradients(model)
 
 
-@program("dp2", "micro-batches")
+@plain.program("dp2", "micro-batches")
 def accum_rereduced(bug: bool, seed: int) -> None:
     """`.grad` is all-reduced inside the accumulation loop, so what is already a sum is summed again.
 
     Megatron-LM #6660. With two ranks and three micro-batches the first counts four times, the second twice, the
     last once."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = seeded(Mlp, seed)
-    for step in steps(model):
-        count = valid(batch(seed + step)[1])
-        for tokens, labels in micro_batches(rank, world, seed + step, 3):
-            (cross_entropy(model(tokens), labels) / count).backward()
+    model = plain.seeded(plain.Mlp, seed)
+    for step in plain.steps(model):
+        count = plain.valid(plain.batch(seed + step)[1])
+        for tokens, labels in plain.micro_batches(rank, world, seed + step, 3):
+            (plain.cross_entropy(model(tokens), labels) / count).backward()
             if bug:
-                all_reduce_gradients(model)
+                plain.all_reduce_gradients(model)
         if not bug:
-            all_reduce_gradients(model)
+            plain.all_reduce_gradients(model)
 
 
-@program("dp2", "micro-batches")
+@plain.program("dp2", "micro-batches")
 def accum_undivided(bug: bool, seed: int) -> None:
     """Each micro-batch's loss is a mean, and nobody divides by the number of micro-batches.
 
     DeepSpeed #7773, transformers #35207: a model that takes the token count itself, or seems to, switches the
     trainer's division off. Adam hides the factor; the clip and the logged norm do not."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = seeded(Mlp, seed)
-    for step in steps(model):
-        window = my_rows(batch(seed + step)[0], rank, world)  # packed: all tokens have labels, so means may be averaged
+    world = dist.get_world_size()
+    model = plain.seeded(plain.Mlp, seed)
+    for step in plain.steps(model):
+        window = plain.my_part(plain.batch(seed + step)[0])  # packed: all tokens have labels, so means may be averaged
         for rows in window.chunk(MICRO_BATCHES):
-            loss = cross_entropy(model(rows[:, :-1]), rows[:, 1:], "mean") / world
+            loss = plain.cross_entropy(model(rows[:, :-1]), rows[:, 1:], "mean") / world
             (loss if bug else loss / MICRO_BATCHES).backward()
-        all_reduce_gradients(model)
+        plain.all_reduce_gradients(model)
 
 
-@program("dp2", "dp")
+@plain.program("dp2", "dp")
 def nosync_missing(bug: bool, seed: int) -> None:
     """The forward of the last micro-batch runs under no_sync, too, so nothing is ever reduced.
 
     DeepSpeed #1902, and a line of DDP's documentation that is easy to miss: the forward decides whether its
     backward reduces. The ranks train on their own data alone, and drift apart."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = DistributedDataParallel(seeded(Mlp, seed))
-    for step in steps(model):
-        count = valid(batch(seed + step)[1])
-        for i, (tokens, labels) in enumerate(micro_batches(rank, world, seed + step, 3)):
+    model = DistributedDataParallel(plain.seeded(plain.Mlp, seed))
+    for step in plain.steps(model):
+        count = plain.valid(plain.batch(seed + step)[1])
+        for i, (tokens, labels) in enumerate(plain.micro_batches(rank, world, seed + step, 3)):
             last = i == 2
             with nullcontext() if last and not bug else model.no_sync():
                 logits = model(tokens)
-            (cross_entropy(logits, labels) / count * world).backward()  # DDP divides by the world
+            (plain.cross_entropy(logits, labels) / count * world).backward()  # DDP divides by the world
 
 
-@program("pp2 dp2", "micro-batches", r"^(embed|first)\.", world=4)
+@plain.program("pp2 dp2", "micro-batches", r"^(embed|first)\.", world=4)
 def pp_scale(bug: bool, seed: int) -> None:
     """Every pipeline stage divides by the number of micro-batches, instead of the last one alone.
 
     DeepSpeed #8152: what a stage sends back is divided already, and the stage before it divides again. Gradients
     are too small by that number once for every stage behind theirs."""
     seat = take_seat(seed, tied=False)
-    for step in steps(seat.model):
-        count = float(valid(batch(seed + step)[1]))
-        for tokens, labels in my_micro_batches(seat, seed + step, OF_STAGES):
+    for step in plain.steps(seat.model):
+        count = float(plain.valid(plain.batch(seed + step)[1]))
+        for tokens, labels in plain.micro_batches(seat.data, seat.datas, seed + step, OF_STAGES):
             backward(seat, tokens, labels, (1 / OF_STAGES if bug else 1.0, 1 / count))
         sum_gradients(seat)
 
 
-@program("dp2", "dp|ranks", "", alone=True)
+@plain.program("dp2", "dp|ranks", "", ALONE=True)
 def same_data(bug: bool, seed: int) -> None:
     """Every DDP rank reads the whole data set from its beginning, because the loader has no DistributedSampler.
 
-    All ranks compute the same gradient, and their mean is that gradient. The loss falls, every check of sums
-    agrees, and the run is as good as one on one rank, at the price of all. No run on one device is at fault, so
-    none is compared: what one rank alone is given is what each of these ranks is given."""
+    All ranks compute the same gradient, and their mean is that gradient: the run is as good as one on one rank, at the
+    price of all. What one rank alone is given is what each of these ranks is given, so none is compared."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    data = TensorDataset(*(torch.cat(parts) for parts in zip(batch(seed), batch(seed + 1), strict=True)))
+    data = TensorDataset(*(torch.cat(parts) for parts in zip(plain.batch(seed), plain.batch(seed + 1), strict=True)))
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] | None = None
     if not bug:
         sampler = DistributedSampler(data, world, rank, shuffle=False)
-    model = DistributedDataParallel(seeded(Mlp, seed))
+    model = DistributedDataParallel(plain.seeded(plain.Mlp, seed))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, (tokens, labels) in enumerate(DataLoader(data, batch_size=8 // world, sampler=sampler)):
         if step == 2:
             break
-        count = valid(labels)
+        count = plain.valid(labels)
         dist.all_reduce(count)
-        (cross_entropy(model(tokens), labels) * world / count).backward()  # DDP divides by world
+        (plain.cross_entropy(model(tokens), labels) * world / count).backward()  # DDP divides by world
         optimizer.step()
         optimizer.zero_grad()
 
 
-@program("dp2", "", r"^(embed|up|down|head)\.weight$", alone=True)
+@plain.program("dp2", "", r"^(embed|up|down|head)\.weight$", ALONE=True)
 def dead_model(bug: bool, seed: int) -> None:
     """The weights were never loaded, all are zero, and the run goes on.
 
-    A model that was made without memory (the meta device) gets memory, the names in the file do not fit, and
-    loading leaves out what does not fit. Every matrix times zero is zero, and so is its gradient: whatever the
-    layout, gradients are equal, so a comparison of two such runs passes. The loss is ln V and falls a little, by
-    the bias of the head alone."""
+    The names in the file do not fit, and loading leaves out what does not fit. Every matrix times zero is zero, and so
+    is its gradient: whatever the layout, gradients are equal. The loss is ln V and falls a little, by the head's
+    bias."""
     world = dist.get_world_size()
-    stored = seeded(Mlp, seed).state_dict()
+    stored = plain.seeded(plain.Mlp, seed).state_dict()
     if bug:
         stored = {f"model.{name}": weight for name, weight in stored.items()}
-    model = Mlp().double()
+    model = plain.Mlp().double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()  # what memory without contents often holds
     model.load_state_dict(stored, strict=False)
     wrapped = DistributedDataParallel(model)
-    for step in steps(model):
-        tokens, labels, count = own_batch(seed + step)
-        (cross_entropy(wrapped(tokens), labels) * world / count).backward()  # DDP divides by world
+    for tokens, labels, count in plain.my_batches(model, seed):
+        (plain.cross_entropy(wrapped(tokens), labels) * world / count).backward()  # DDP divides by world
 
 
-class Body(Mlp):
+class Body(plain.Mlp):
     """A model that gives what its head was given as well."""
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -188,25 +173,23 @@ class Body(Mlp):
         return self.head(x), x
 
 
-@program("dp2", "dp|ranks", r"^Linear\.", alone=True)
+@plain.program("dp2", "dp|ranks", r"^Linear\.", ALONE=True)
 def copies_begin_apart(bug: bool, seed: int) -> None:
     """A value head is made beside a wrapped model, on each rank from a random state of its own.
 
-    DDP broadcasts what it wraps, so the body is one model. The head is not in it: each rank trains a head of its
-    own, by its own data, and rank 0's is saved. Nothing is averaged that should not be, every rank's gradient is
-    its own loss's."""
+    DDP broadcasts what it wraps, so the body is one model. Each rank trains a head of its own, by its own data, and
+    rank 0's is saved."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    body = DistributedDataParallel(seeded(Body, seed))
+    body = DistributedDataParallel(plain.seeded(Body, seed))
     torch.manual_seed(seed + (100 * rank if bug else 0))
-    value: nn.Module = nn.Linear(HIDDEN, 1).double()
+    value: nn.Module = nn.Linear(plain.HIDDEN, 1).double()
     if not bug:
         value = DistributedDataParallel(value)
-    for step in steps(nn.ModuleList([body, value])):
-        tokens, labels, count = own_batch(seed + step)
+    for tokens, labels, count in plain.my_batches(nn.ModuleList([body, value]), seed):
         logits, x = body(tokens)
         right = (logits.argmax(-1) == labels).double()
         mine = (value(x.detach())[..., 0] - right).square() * (labels != -100)
-        loss = cross_entropy(logits, labels) + mine.sum()
+        loss = plain.cross_entropy(logits, labels) + mine.sum()
         (loss * world / count).backward()  # DDP divides by world
 
 
@@ -218,21 +201,21 @@ class Adapted(nn.Module):
         torch.manual_seed(seed)
         self.base = base
         self.lora_a = nn.Linear(base.in_features, 3, bias=False, dtype=base.weight.dtype)
-        self.lora_b = nn.Linear(3, HIDDEN, bias=False, dtype=base.weight.dtype)
+        self.lora_b = nn.Linear(3, plain.HIDDEN, bias=False, dtype=base.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., HIDDEN]."""
         return self.base(x) + self.lora_b(self.lora_a(x))  # type: ignore[no-any-return]
 
 
-@program("dp2", "dp|ranks", r"lora_")
+@plain.program("dp2", "dp|ranks", r"lora_")
 def adapter_unreduced(bug: bool, seed: int) -> None:
     """Adapters are put into a model that DDP already wraps, and DDP never hears of their gradients.
 
     DDP hooks the parameters that a model has when it is wrapped. What comes later (LoRA, a new head) computes, gets
     gradients and is stepped, each rank's by its own data alone: copies drift apart, and one rank's are saved."""
     world = dist.get_world_size()
-    model = seeded(Mlp, seed)
+    model = plain.seeded(plain.Mlp, seed)
     model.embed.requires_grad_(False)
     model.down.requires_grad_(False)
     if not bug:
@@ -240,12 +223,11 @@ def adapter_unreduced(bug: bool, seed: int) -> None:
     wrapped = DistributedDataParallel(model)
     if bug:
         model.down = Adapted(model.down, seed)
-    for step in steps(model):
-        tokens, labels, count = own_batch(seed + step)
-        (cross_entropy(wrapped(tokens), labels) * world / count).backward()  # DDP divides by world
+    for tokens, labels, count in plain.my_batches(model, seed):
+        (plain.cross_entropy(wrapped(tokens), labels) * world / count).backward()  # DDP divides by world
 
 
-@program("dp2 tp2", "tp", r"^(up|down)\.", world=4)
+@plain.program("dp2 tp2", "tp", r"^(up|down)\.", world=4)
 def wrong_group(bug: bool, seed: int) -> None:
     """Gradients of tensor-parallel shards are summed over the world instead of over the data ranks.
 
@@ -254,12 +236,49 @@ def wrong_group(bug: bool, seed: int) -> None:
     tp = 2 if world == 4 else 1
     model_groups = [dist.new_group(list(range(i, i + tp))) for i in range(0, world, tp)]
     data_groups = [dist.new_group(list(range(i, world, tp))) for i in range(tp)]
-    model = seeded(ShardedMlp, seed)
+    model = plain.seeded(plain.ShardedMlp, seed)
     model.shard(model_groups[rank // tp])
-    for step in steps(model):
-        tokens, labels = batch(seed + step)
-        mine, targets = (my_rows(part, rank // tp, world // tp) for part in (tokens, labels))
-        (cross_entropy(model(mine), targets) / valid(labels)).backward()
+    for step in plain.steps(model):
+        tokens, labels = plain.batch(seed + step)
+        mine, targets = (plain.my_rows(part, rank // tp, world // tp) for part in (tokens, labels))
+        (plain.cross_entropy(model(mine), targets) / plain.valid(labels)).backward()
         for name, parameter in model.named_parameters():
             wrong = bug and name.startswith(("up", "down"))
             dist.all_reduce(parameter.grad, group=None if wrong else data_groups[rank % tp])
+
+
+class Twice(plain.Mlp):
+    def body(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return x
+
+
+class Reducer:
+    """Sums each gradient over the ranks while backward still runs: after its `uses`-th part has arrived."""
+
+    def __init__(self, model: nn.Module, uses: dict[str, int]) -> None:
+        self.arrived = dict.fromkeys(uses, 0)
+        self.uses = uses
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(partial(self.arrive, name))
+
+    def arrive(self, name: str, parameter: Tensor) -> None:
+        self.arrived[name] += 1
+        if self.arrived[name] == self.uses[name]:
+            dist.all_reduce(parameter.grad)
+
+
+@plain.program("dp2", "dp", r"^(norm|up|down)\.")
+def shared_module(bug: bool, seed: int) -> None:
+    """A hook reduces a gradient as soon as it arrives, but a module that is used twice gets it in two parts.
+
+    DeepSpeed #8224. Each use is checkpointed, so its backward is a subgraph of its own that accumulates on its own.
+    What the second part adds is never summed over the ranks."""
+    model = plain.seeded(Twice, seed)
+    names = [name for name, _ in model.named_parameters()]
+    reducer = Reducer(model, {n: 2 if n.startswith(("norm", "up", "down")) and not bug else 1 for n in names})
+    for tokens, labels, count in plain.my_batches(model, seed):
+        reducer.arrived = dict.fromkeys(names, 0)
+        (plain.cross_entropy(model(tokens), labels) / count).backward()

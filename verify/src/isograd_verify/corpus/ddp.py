@@ -1,8 +1,7 @@
 """Bugs around DistributedDataParallel: accumulation, a clip that follows the loss, and a guard against overflow.
 
-DDP averages gradients over ranks. So the right loss is the sum over this rank's labels, times the number of ranks,
-over the labels of the whole step. Every micro-batch is cut over the ranks: what it consists of, and with it the mean
-that the probe takes over it, does not depend on how many ranks there are.
+Every micro-batch is cut over the ranks: what it consists of, and the mean that the probe takes over it, does not depend
+on how many ranks there are.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from isograd_verify.corpus.fsdp2 import MICRO_BATCHES
 from isograd_verify.corpus.fsdp2 import share as of_labels
-from isograd_verify.corpus.plain import HIDDEN, Mlp, batch, gather, my_rows, seeded, total, valid
+from isograd_verify.corpus.plain import HIDDEN, Mlp, batch, gather, move, my_rows, seeded, total, valid
 
 WORLD, LAYOUT = 2, "dp2"
 OVERFLOWS = 1  # the iteration whose loss is Inf on one rank: all skip their optimizer step
@@ -38,16 +37,7 @@ BUGS = {
 }
 
 
-class SumOverRanks(torch.autograd.Function):
-    """Every rank's loss uses the sum, so what comes back is summed, too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return total(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return total(gradient)
+over_ranks_and_back = move(total, total)  # every rank's loss uses the sum, so what comes back is summed, too
 
 
 class Probe(nn.Module):
@@ -62,7 +52,7 @@ class Probe(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.project(x.detach()).flatten(0, 1)
         own, tokens = x.sum(0), total(x.new_tensor(float(len(x))))
-        whole = gather(own[None], 0).sum(0) if self.cut_graph else SumOverRanks.apply(own)  # type: ignore[no-untyped-call]
+        whole = gather(own[None], 0).sum(0) if self.cut_graph else over_ranks_and_back(own)
         return F.cosine_similarity(x, whole / tokens, dim=-1).sum() / tokens
 
 

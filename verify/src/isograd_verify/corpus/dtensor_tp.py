@@ -1,8 +1,7 @@
 """Bugs around tensor parallelism by DTensor: parallelize_module with sequence parallelism, and a few layers by hand.
 
-Between layers a rank holds its part of the sequence. Parameters that work on it, or on this rank's heads, are
-replicated DTensors: their gradients come out of backward as pending sums (Partial), which `settle` makes whole.
-Head and loss see the whole sequence on every rank, so that the head is a plain module whose gradients owe nothing.
+Parameters that work on a part of the sequence, or on this rank's heads, are replicated DTensors: their gradients come
+out of backward as pending sums (Partial), which `settle` makes whole. Head and loss see the whole sequence everywhere.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the programs with transformers' mixtures of experts share: a small Qwen3-MoE, whose classes are as they are, and
-a few lines around its experts that spread them over ranks.
+"""Programs with a small Qwen3-MoE of transformers, whose classes are as they are, and a few lines around its experts
+that spread them over ranks.
 
 The library's experts take, with the tokens, the numbers and the weights of each token's experts, and pass over a number
 that is one too high: that is how its own expert parallelism leaves out the experts of other ranks, and so it is here.
@@ -13,13 +13,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from isograd_verify.corpus.mixture import CHOSEN, EXPERTS, INNER, Seat
-from isograd_verify.corpus.plain import HIDDEN, LENGTH, VOCAB, Gather, ScatterSum, gather
+from isograd_verify.corpus import plain
+from isograd_verify.corpus.experts import COEFFICIENT, EXPERTS_ALONE, MICRO_BATCHES, average, share, sum_others
+from isograd_verify.corpus.mixture import CHOSEN, EXPERTS, INNER, Seat, routed, take_seat
 
-TRANSFORMERS = "transformers"  # what these programs need
-COEFFICIENT = 0.5
+transformers_program = partial(plain.program, NEEDS="transformers")
+UPSTREAM = r"embed|layernorm|self_attn|mlp\.gate\."  # experts and all behind them do not hear of the balance loss
 
 
 def language_model(seed: int, layers: int = 1, **options: Any) -> Any:
@@ -29,8 +31,8 @@ def language_model(seed: int, layers: int = 1, **options: Any) -> Any:
     torch.manual_seed(seed)
     sizes = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "norm_topk_prob": True, "head_dim": 4, **options}
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, moe_intermediate_size=INNER, num_hidden_layers=layers,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=LENGTH, initializer_range=0.5,
+        vocab_size=plain.VOCAB, hidden_size=plain.HIDDEN, moe_intermediate_size=INNER, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=plain.LENGTH, initializer_range=0.5,
         router_aux_loss_coef=COEFFICIENT, use_cache=False, **sizes,
     )  # fmt: skip
     config._experts_implementation = config._attn_implementation = "eager"
@@ -66,10 +68,134 @@ def gathered(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
-    gather_weights: Callable[[Tensor, int, Any], Tensor] = Gather.apply,
+    gather_weights: Callable[[Tensor, int, Any], Tensor] = plain.gathered,
 ) -> Tensor:
     """All ranks' tokens come to my experts, and what these make of them goes back."""
-    everyones, theirs = Gather.apply(x, 0, seat.group), gather_weights(weights, 0, seat.group)  # type: ignore[no-untyped-call]
-    mine = numbered(gather(chosen, 0, seat.group), seat)
+    everyones, theirs = plain.gathered(x, 0, seat.group), gather_weights(weights, 0, seat.group)
+    mine = numbered(plain.gather(chosen, 0, seat.group), seat)
     here = forward(everyones, mine, theirs) + 0 * (everyones + theirs.sum())  # without tokens, too, backward comes by
-    return ScatterSum.apply(here, 0, seat.group)  # type: ignore[no-any-return, no-untyped-call]
+    return plain.scattered(here, 0, seat.group)
+
+
+@transformers_program(
+    "dp2 ep2",
+    BUGS={
+        "expert-scale": ("ep", EXPERTS_ALONE),
+        "expert-twice": ("ep", EXPERTS_ALONE),
+        "gather-cut": ("dp|ep", r"\.gate\."),
+    },
+)
+def hugging_experts(bug: str, seed: int) -> None:
+    """Experts are spread over data ranks.
+
+    expert-scale  experts have the gradients of all ranks' tokens, and are averaged over those that hold copies: none.
+                  ep times too large. DeepSpeed #5618, pytorch #160285
+    expert-twice  they are divided by all ranks, and by ep once more. DeepSpeed #4957
+    gather-cut    weights of tokens are gathered by a plain all_gather: the router's gradient is lost. Automodel
+                  #2995"""
+    world = dist.get_world_size()
+    model, seat = language_model(seed), take_seat(2)
+    around = partial(gathered, gather_weights=plain.gather) if bug == "gather-cut" else gathered
+    spread(model, 0, seat, around)
+    for tokens, labels, count in plain.my_batches(model, seed):
+        (plain.cross_entropy(logits_of(model, tokens), labels) / count * world).backward()
+        average(model, seat, bug)
+
+
+my_rows = plain.move(plain.mine, plain.gather)  # of rows that all ranks hold
+
+
+def everywhere(
+    forward: Callable[..., Tensor], seat: Seat, x: Tensor, chosen: Tensor, weights: Tensor, partial_scores: bool
+) -> Tensor:
+    """My experts for all tokens; what they add is summed over ranks."""
+    whole = weights if partial_scores else plain.copied(weights)
+    return plain.summed(forward(plain.copied(x), numbered(chosen, seat), whole))
+
+
+@transformers_program(
+    "tp2 ep2",
+    BUGS={
+        "score-partial": ("tp", r"embed|layers\.0\.(?!mlp\.experts)"),
+        "router-unreduced": ("tp", r"layers\.1\.mlp\.gate\."),
+    },
+)
+def hugging_sequence(bug: str, seed: int) -> None:
+    """All ranks hold all tokens. In the first layer each rank computes its own experts for all of them, and outputs are
+    summed: transformers' own expert parallelism. In the second the tokens are cut before the block, and gathered after
+    it: its all-to-all.
+
+    score-partial     the gradient of a token's weights is made where the expert is, never summed. transformers #48205
+    router-unreduced  the router has seen this rank's tokens only, and nobody sums its gradient. Megatron-LM #599"""
+    model, seat = language_model(seed, layers=2), take_seat(2)
+    spread(model, 0, seat, partial(everywhere, partial_scores=bug == "score-partial"))
+    spread(model, 1, seat, gathered)
+    block = model.model.layers[1].mlp
+    whole = block.forward
+    block.forward = lambda x: plain.joined(whole(my_rows(x, 0)), 0)
+    for step in plain.steps(model):
+        tokens, labels = plain.batch(seed + step)
+        (plain.cross_entropy(logits_of(model, tokens), labels) / plain.valid(labels)).backward()
+        if bug != "router-unreduced":
+            dist.all_reduce(block.gate.weight.grad)
+
+
+def prefer_the_first(router: Tensor) -> None:
+    """With one expert per token nobody chooses the last: of w and -w one is above w / 2 and -w / 2."""
+    first = router[:1].clone()
+    half = torch.linspace(0.5, 0.1, EXPERTS // 2 - 1).view(-1, 1)
+    router.copy_(torch.cat([first, -first, *(part * first for part in (half, -half))]))
+
+
+@transformers_program("dp2 ep2", BUGS={"expert-none": ("", EXPERTS_ALONE)})
+def hugging_idle(bug: str, seed: int) -> None:
+    """The experts of a rank have no tokens: its part of their weights has no gradient instead of one of zeros. On one
+    device the tensor of all experts has one, so its weights decay.
+
+    The library keeps the experts of a layer as one tensor, so a single idle expert among busy ones has its zeros, and
+    only a rank whose experts are all idle shows it: most often one whose ep is large. Automodel #2995."""
+    model = language_model(seed, num_experts_per_tok=1, norm_topk_prob=False)
+    block = model.model.layers[0].mlp
+    prefer_the_first(block.gate.weight.data)
+    block.gate.weight.requires_grad_(False)
+    spread(model, 0, take_seat(2), gathered)
+    for tokens, labels, count in plain.my_batches(model, seed, weight_decay=0.1):
+        (plain.cross_entropy(logits_of(model, tokens), labels) / count).backward()
+        for name, parameter in model.named_parameters():
+            if routed(name) and parameter.grad is None and not bug:
+                parameter.grad = torch.zeros_like(parameter)
+        sum_others(model)
+
+
+def balance_of(logits: tuple[Tensor, ...]) -> Tensor:
+    """The library's balance loss of each sequence."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    (rows,) = logits
+    found: list[Any] = [load_balancing_loss_func((one,), EXPERTS, CHOSEN) for one in rows.split(plain.LENGTH)]
+    return torch.stack(found)
+
+
+@transformers_program(
+    "dp2",
+    BUGS={
+        "aux-times-world": ("dp", UPSTREAM),
+        "aux-times-micro": ("micro-batches", UPSTREAM),
+        "aux-over-dp": ("dp", UPSTREAM),
+    },
+)
+def hugging_balance(bug: str, seed: int) -> None:
+    """The library's own balance loss, on its own router's logits.
+
+    The loss of a step is the sum over labels / labels of the step, plus the config's coefficient times the mean over
+    sequences of the library's loss of each sequence. (Of all rows of a micro-batch together, as the library's models
+    call it, it would change with how rows are put together; docs/experts.md.) The bugs are those of `balance`."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model: Any = language_model(seed)
+    for step in plain.steps(model):
+        count = plain.valid(plain.batch(seed + step)[1])
+        for tokens, labels in plain.micro_batches(rank, world, seed + step, MICRO_BATCHES):
+            found = model(input_ids=tokens, output_router_logits=True)
+            loss = plain.cross_entropy(found.logits, labels) / count
+            (loss + COEFFICIENT * share(balance_of(found.router_logits), bug)).backward()
+        plain.all_reduce_gradients(model)

@@ -1,10 +1,8 @@
 """What programs with experts share: a small mixture of experts whose routed experts are cut over ranks, plain torch.
 
-Tokens come to the experts by an all-gather over the ranks of an ep group, with their weights (zero for an expert that
-a token has not chosen); each rank computes its own experts for all of them, and what they add goes back by a
-reduce-scatter. So a rank's expert has the gradient of all tokens of its ep group when backward leaves it, and ranks of
-an edp group hold copies of the same experts. The choice is made by scores rounded to quarters, of equal ones by number,
-so that ties are as common as they are in training that begins.
+Tokens come to the experts by an all-gather over an ep group, with their weights (zero for an expert that a token has
+not chosen), and what each rank's experts add goes back by a reduce-scatter. Ranks of an edp group hold copies of the
+same experts. Scores are rounded to quarters before the choice, so that ties are as common as in training that begins.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd_verify.corpus.plain import HIDDEN, VOCAB, Gather, ScatterSum
+from isograd_verify.corpus.plain import HIDDEN, VOCAB, gathered, scattered
 
 EXPERTS, CHOSEN, INNER = 4, 2, 5
 
@@ -75,7 +73,7 @@ class Mixture(nn.Module):
         self.shared_expert = nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN))
         self.shared_gate = nn.Linear(HIDDEN, 1, bias=False)
         self.register_buffer("choice_bias", torch.zeros(EXPERTS))
-        self.gather_weights: Callable[[Tensor, int, Any], Tensor] = Gather.apply
+        self.gather_weights: Callable[[Tensor, int, Any], Tensor] = gathered
 
     def scores(self, x: Tensor) -> Tensor:
         """The softmax over all experts, for each token."""
@@ -101,9 +99,9 @@ class Mixture(nn.Module):
     def routed(self, x: Tensor, weights: Tensor) -> Tensor:
         """What the routed experts add, each with its weight."""
         group, here = self.seat.group, EXPERTS // self.seat.ep
-        everyones, theirs = Gather.apply(x, 0, group), self.gather_weights(weights, 0, group)  # type: ignore[no-untyped-call]
+        everyones, theirs = gathered(x, 0, group), self.gather_weights(weights, 0, group)
         mine = theirs[:, self.seat.index * here :][:, :here]
-        return ScatterSum.apply(self.experts(everyones, mine), 0, group)  # type: ignore[no-any-return, no-untyped-call]
+        return scattered(self.experts(everyones, mine), 0, group)
 
 
 class Model(nn.Module):

@@ -1,11 +1,9 @@
 """A model in two pipeline stages for the corpus, with hand-written sends: on one rank it is the whole model.
 
-Ranks are numbered with stages outermost: pp2 dp2 has ranks 0 and 1 on the first stage, 2 and 3 on the last one. Tied,
-the embedding's weight is also the head's: both stages hold it, under one name.
+Ranks are numbered with stages outermost. Tied, the embedding's weight is also the head's: both stages hold it.
 
-accum-undivided  each micro-batch's loss is a mean, and nobody divides by the number of micro-batches: the last stage
-                 starts every backward that many times too large, and all stages inherit it
-clip-per-rank    each stage clips by the norm of its own parameters, so that stages are scaled by different factors
+accum-undivided  each micro-batch's loss is a mean, and nobody divides by the number of micro-batches clip-per-rank
+each stage clips by the norm of its own parameters, so that stages are scaled by different factors
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd_verify.corpus.plain import HIDDEN, VOCAB, batch, cross_entropy, my_rows, seeded, steps, valid
+from isograd_verify.corpus.plain import HIDDEN, VOCAB, batch, cross_entropy, micro_batches, seeded, steps, valid
 
 WORLD, LAYOUT = 4, "pp2 dp2"
 BUGS = {"accum-undivided": ("micro-batches", ".*"), "clip-per-rank": ("pp", ".*")}
@@ -91,11 +89,6 @@ def take_seat(seed: int, tied: bool = True) -> Seat:
     return Seat(stage, stages, data, datas, model, data_groups[stage], tie_groups[data])
 
 
-def my_micro_batches(seat: Seat, seed: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    tokens, labels = (my_rows(part, seat.data, seat.datas) for part in batch(seed))
-    return list(zip(tokens.tensor_split(count), labels.tensor_split(count), strict=True))
-
-
 def sum_gradients(seat: Seat) -> None:
     """Over the data ranks, and of the tied weight over the stages that hold it."""
     for name, parameter in seat.model.named_parameters():
@@ -130,7 +123,7 @@ def train(bug: str, seed: int) -> None:
     seat = take_seat(seed, tied=False)
     for step in steps(seat.model):
         scale = (MICRO_BATCHES if bug == "accum-undivided" else 1) / float(valid(batch(seed + step)[1]))
-        for tokens, labels in my_micro_batches(seat, seed + step, MICRO_BATCHES):
+        for tokens, labels in micro_batches(seat.data, seat.datas, seed + step, MICRO_BATCHES):
             backward(seat, tokens, labels, (1.0, scale))
         sum_gradients(seat)
         clip(seat, per_stage=bug == "clip-per-rank")

@@ -1,4 +1,5 @@
-"""What the corpus' programs share: tiny data, a tiny model, and the moves of tensor parallelism, in plain torch.
+"""What the corpus' programs share: tiny data, tiny models, one of them cut over ranks, and the moves of tensor
+parallelism, in plain torch.
 
 Every program runs on any number of ranks and is the one-device program when there is one rank. All is fp64, uneven on
 purpose: sequences have different numbers of labels, so ranks and micro-batches have, too.
@@ -18,9 +19,8 @@ from torch import Tensor, nn
 VOCAB, HIDDEN, BATCH, LENGTH = 23, 8, 8, 6
 
 
-def program(layout: str, axis: str, tensors: str = ".*", world: int = 2, alone: bool = False) -> Callable[[Any], Any]:
+def program(layout: str, axis: str = "", tensors: str = ".*", world: int = 2, **more: Any) -> Callable[[Any], Any]:
     """A function `train` of a file with several programs as what a file with one has: see __init__.py."""
-    more = {"ALONE": True} if alone else {}
     about = {"WORLD": world, "LAYOUT": layout, "AXIS": axis, "TENSORS": tensors, **more}
     return lambda train: SimpleNamespace(train=train, __doc__=train.__doc__, **about)
 
@@ -39,12 +39,14 @@ def my_rows(whole: Tensor, index: int, of: int) -> Tensor:
     return whole.tensor_split(of)[index]
 
 
+def my_part(whole: Tensor) -> Tensor:
+    """This rank's rows, where every rank is a data rank."""
+    return my_rows(whole, dist.get_rank(), dist.get_world_size())
+
+
 def micro_batches(index: int, of: int, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The micro-batches of one data rank."""
-    tokens, labels = batch(seed)
-    return zip(
-        my_rows(tokens, index, of).tensor_split(count), my_rows(labels, index, of).tensor_split(count), strict=True
-    )
+    return zip(*(my_rows(part, index, of).tensor_split(count) for part in batch(seed)), strict=True)
 
 
 def valid(labels: Tensor) -> Tensor:
@@ -103,16 +105,15 @@ def backwards(model: nn.Module, seed: int, lr: float = 0.1) -> Iterator[int]:
 def my_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """(this rank's rows, their labels, how many labels the whole batch has)."""
     whole = batch(seed)
-    tokens, labels = (my_rows(part, dist.get_rank(), dist.get_world_size()) for part in whole)
+    tokens, labels = map(my_part, whole)
     return tokens, labels, valid(whole[1])
 
 
-def own_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, where ranks count their labels and sum them."""
-    tokens, labels, _ = my_batch(seed)
-    count = valid(labels)
-    dist.all_reduce(count)
-    return tokens, labels, count
+def my_batches(
+    model: nn.Module, seed: int, lr: float = 0.1, weight_decay: float = 0.0
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """`my_batch` of each of `steps`."""
+    return (my_batch(seed + step) for step in steps(model, lr, weight_decay))
 
 
 def all_reduce_gradients(model: nn.Module, group: Any = None) -> None:
@@ -143,69 +144,33 @@ def gather(x: Tensor, dim: int, group: Any = None) -> Tensor:
     return torch.cat(pieces, dim)
 
 
-class Copy(torch.autograd.Function):
-    """Forward: nothing. Backward: sum over the group. In front of column-parallel layers."""
+def move(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of a tensor with a backward of its own; both get the arguments that stand behind the tensor."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any = None) -> Tensor:
-        ctx.group = group
-        return x
+    class Move(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
+            ctx.args = args
+            return forward(x, *args)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return total(gradient, ctx.group), None
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return backward(gradient, *ctx.args), *(None for _ in ctx.args)
 
-
-class Sum(torch.autograd.Function):
-    """Forward: sum over the group. Backward: nothing. Behind row-parallel layers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any = None) -> Tensor:
-        return total(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    apply: Callable[..., Tensor] = Move.apply
+    return apply
 
 
-class Gather(torch.autograd.Function):
-    """Forward: all-gather along a dimension. Backward: reduce-scatter. Sequence-parallel column layers, rows of all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any = None) -> Tensor:
-        ctx.over = dim, group
-        return gather(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        dim, group = ctx.over
-        return mine(total(gradient, group), dim, group), None, None
+def my_sum(x: Tensor, dim: int, group: Any = None) -> Tensor:
+    """This rank's part of the sum over a group."""
+    return mine(total(x, group), dim, group)
 
 
-class ScatterSum(torch.autograd.Function):
-    """Forward: reduce-scatter along a dimension. Backward: all-gather. Sequence-parallel row layers, experts' rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any = None) -> Tensor:
-        ctx.over = dim, group
-        return mine(total(x, group), dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gather(gradient, *ctx.over), None, None
-
-
-class Join(torch.autograd.Function):
-    """Forward: all-gather. Backward: what follows is computed alike on all ranks, so this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
-        ctx.dim = dim
-        return gather(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return mine(gradient, ctx.dim).contiguous(), None
+copied = move(lambda x, group=None: x, total)  # in front of column-parallel layers
+summed = move(total, lambda gradient, group=None: gradient)  # behind row-parallel layers
+gathered = move(gather, my_sum)  # in front of column layers under sequence parallelism, and of experts: rows of all
+scattered = move(my_sum, gather)  # behind row layers under sequence parallelism, and experts
+joined = move(gather, mine)  # what follows is computed alike on all ranks
 
 
 def cut(whole: nn.Linear, dim: int, group: Any = None) -> nn.Linear:
@@ -216,3 +181,53 @@ def cut(whole: nn.Linear, dim: int, group: Any = None) -> nn.Linear:
     if part.bias is not None:
         part.bias = nn.Parameter(mine(whole.bias.detach(), 0, group))
     return part
+
+
+INNER = 12
+
+
+class ShardedMlp(Mlp):
+    """`up` and `down` are cut over the ranks; all else is replicated and sees the same activations everywhere."""
+
+    group: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def shard(self, group: Any = None) -> None:
+        self.up, self.down, self.group = cut(self.up, 0, group), cut(self.down, 1, group), group
+
+    def block(self, x: Tensor) -> Tensor:
+        inner = F.gelu(self.up(copied(self.norm(x), self.group)))  # [batch, sequence, inner / tp]
+        return x + summed(self.down(inner), self.group)
+
+
+def split_gradients(model: ShardedMlp) -> tuple[list[Tensor], list[Tensor]]:
+    """(gradients of which each rank holds a part, gradients of which each rank holds all)."""
+    parts: list[Tensor] = []
+    wholes: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        (parts if name.startswith(("up", "down")) else wholes).append(parameter.grad)
+    return parts, wholes
+
+
+class GatheredMlp(nn.Module):
+    """`up` is cut over its outputs, which are gathered at once; `norm` and `head` are computed alike on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.up = nn.Linear(HIDDEN, INNER)
+        self.norm = nn.LayerNorm(INNER)
+        self.head = nn.Linear(INNER, VOCAB)
+        self.gather: Callable[[Tensor, int], Tensor] = joined
+
+    def shard(self) -> None:
+        self.up = cut(self.up, 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        inner = self.gather(F.gelu(self.up(copied(self.embed(tokens)))), -1)  # [batch, sequence, inner]
+        logits: Tensor = self.head(self.norm(inner))
+        return logits

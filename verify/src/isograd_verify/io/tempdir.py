@@ -1,7 +1,6 @@
 """Where temporary files of a process lie: one folder, removed at its end, and by the next process if it was killed.
 
-The folder holds a file that its process keeps locked. The lock goes with the process, however it ends, so a folder
-whose lock can be taken belongs to nobody any more. Ranks, their meeting places and multiprocessing's sockets lie in it.
+Its process keeps a file in it locked, and the lock goes with the process, however it ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""How wide output may be, lines folded to that width, and text of others: none leaves its line or moves the terminal.
-
-The width is that of the terminal, or what the environment variable COLUMNS says; where neither is known (a pipe, a
-file), the caller's own.
-"""
+"""How wide output may be (the terminal, or COLUMNS), lines folded to that, and text of others that cannot move it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 """Files from outside, read within bounds: the one place that opens a file that somebody else may have made.
 
-    read_bytes, read_text    a regular file of at most so many bytes
-    read_json, parse_json    JSON without duplicate keys, of bounded depth, with strings that can be printed
-    read_header              what a safetensors file holds, every number of its header checked
-
 Nothing here blocks, follows a link (unless asked to), or runs what it reads: a FIFO, a device, a socket and a directory
-are refused before a byte is read. Every failure is one FileError with the file's name, what was seen, what was
-expected, and what to do; rooms with codes of their own put `brief` into their own error.
+are refused before a byte is read. Every failure is one FileError; rooms with codes of their own put `brief` into
+theirs.
 """
 
 from __future__ import annotations

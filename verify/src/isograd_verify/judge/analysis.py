@@ -1,16 +1,15 @@
 """One step of a recording, read as gradients: who holds which part of each parameter, and what it is made of.
 
-Holders of the same part are replicas; they are told apart by the box that a DTensor or contract declares, else by
-their bytes before the step. A parameter that is constant (a norm's ones) and differs afterwards may be either: then
-`unsure` has its name. Holders of row shards of one tensor (FSDP) form a cover; its gradient is put together before it
-is explained, for what each rank contributed was whole.
+Holders of the same part are replicas; they are told apart by the box that a DTensor or contract declares, else by their
+bytes before the step (`unsure`: constant ones, which may be either). Holders of row shards of one tensor (FSDP) form a
+cover; its gradient is put together before it is explained, for what each rank contributed was whole.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -21,21 +20,8 @@ from torch import Tensor
 from isograd_verify import tolerances
 from isograd_verify.judge.clips import clipped
 from isograd_verify.judge.contributions import Fit, fit
-from isograd_verify.record.events import (
-    REDUCING,
-    Backward,
-    Collective,
-    Event,
-    ForwardInputs,
-    Input,
-    Key,
-    LabelWeight,
-    Parameter,
-    Rewritten,
-    Step,
-    micro_of,
-)
-from isograd_verify.record.recording import Recording
+from isograd_verify.record import events
+from isograd_verify.record.recording import Kind, Recording
 from isograd_verify.tell.wording import axis_over, meanings, spread
 
 INSIDE = "the optimizer sums them inside its step, where they are not read"
@@ -56,15 +42,6 @@ class Observed:
         return self.ranks[0]
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """One call of a cross-entropy: labels that counted, and the lowest and highest weight of a label's gradient."""
-
-    count: float
-    low: float
-    high: float
-
-
 class Analysis:
     """One step of a recording: which ranks hold which part of each parameter, what each backward added, and the
     data."""
@@ -72,13 +49,13 @@ class Analysis:
     def __init__(self, recording: Recording, step: int) -> None:
         self.recording, self.step, self.world = recording, step, recording.world
         self.all_ranks = tuple(range(recording.world))
-        self.about: list[dict[str, Parameter]] = []  # per rank: name -> what the step event says
+        self.about: list[dict[str, events.Parameter]] = []  # per rank: name -> what the step event says
         self.sums: list[dict[str, Tensor]] = []
-        self.parts: dict[str, dict[Key, Tensor]] = defaultdict(dict)
+        self.parts: dict[str, dict[events.Key, Tensor]] = defaultdict(dict)
         self._fits: dict[Observed, Fit | None] = {}
-        self._steps_told: dict[int, list[dict[str, Parameter]]] = {}
+        self._steps_told: dict[int, list[dict[str, events.Parameter]]] = {}
         for record in recording.ranks:
-            event = next(iter(record.of(Step, step)), None)
+            event = next(iter(record.of(events.Step, step)), None)
             self.about.append(dict(event.parameters) if event else {})
             self.sums.append(record.group(step, "sum"))
             for key, part in record.group(step, "part").items():
@@ -89,7 +66,7 @@ class Analysis:
         self.put_back = put_back(self)  # names of gradients that the program changed itself, judged as they were before
 
     @cached_property
-    def first(self) -> list[dict[str, Parameter]]:
+    def first(self) -> list[dict[str, events.Parameter]]:
         """What the ranks told at their first step."""
         return [self.recording.parameters(rank) for rank in range(self.world)]
 
@@ -125,12 +102,12 @@ class Analysis:
         later = self._parameters_at(self.step + 1)
         return not all(name in later[rank] for rank in ranks)
 
-    def _parameters_at(self, step: int) -> list[dict[str, Parameter]]:
+    def _parameters_at(self, step: int) -> list[dict[str, events.Parameter]]:
         """By rank: what was told of the parameters at a step, where they were looked at before it."""
         if step not in self._steps_told:
-            events = [next(iter(record.of(Step, step)), None) for record in self.recording.ranks]
+            told = [next(iter(record.of(events.Step, step)), None) for record in self.recording.ranks]
             self._steps_told[step] = [
-                {n: p for n, p in (event.parameters if event else {}).items() if p.before} for event in events
+                {n: p for n, p in (event.parameters if event else {}).items() if p.before} for event in told
             ]
         return self._steps_told[step]
 
@@ -143,6 +120,15 @@ class Analysis:
                 dict, {n: {k: p for k, p in parts.items() if k[1] not in gone} for n, parts in self.parts.items()}
             )
 
+    def of(self, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
+        """(rank, event) of each event of a kind in this step."""
+        return ((record.rank, event) for record in self.recording.ranks for event in record.of(kind, self.step))
+
+    @cached_property
+    def learning(self) -> tuple[str, ...]:
+        """Parameters with a gradient."""
+        return tuple(name for name in self.names if self.info(name).gradient)
+
     @cached_property
     def names(self) -> list[str]:
         """Every parameter that some rank holds, in the order of the first rank's."""
@@ -151,7 +137,7 @@ class Analysis:
     @cached_property
     def micros(self) -> int:
         """The number of micro-batches that added something."""
-        return len({micro_of(m) for parts in self.parts.values() for _, m in parts})
+        return len({events.micro_of(m) for parts in self.parts.values() for _, m in parts})
 
     def negligible(self, name: str) -> bool:
         """Whether a gradient is rounding and nothing else: a key bias's is zero but for it. fp16 makes it zero."""
@@ -177,8 +163,8 @@ class Analysis:
     @cached_property
     def summed_in_fp16(self) -> bool:
         """Whether backward reduced something in fp16, which has no numbers as small as a gradient's may be."""
-        events = [e for record in self.recording.ranks for e in record.of(Collective, self.step)]
-        return any(e.dtype == "float16" and e.phase == "backward" and e.op in REDUCING for e in events)
+        calls = self.of(events.Collective)
+        return any(e.dtype == "float16" and e.phase == "backward" and e.op in events.REDUCING for _, e in calls)
 
     @cached_property
     def largest_added(self) -> float:
@@ -194,7 +180,7 @@ class Analysis:
         """The ranks that hold a part of a parameter."""
         return [rank for rank, about in enumerate(self.about) if name in about]
 
-    def info(self, name: str) -> Parameter:
+    def info(self, name: str) -> events.Parameter:
         """What the first holder's step event says of a parameter."""
         return self.about[self.holders(name)[0]][name]
 
@@ -231,13 +217,17 @@ class Analysis:
         pairs, summed = list[set[int]](), list[tuple[int, set[int]]]()
         for record in self.recording.ranks:
             sent, called = list[set[int]](), False
-            for event in record.of(Event, self.step):
-                called |= isinstance(event, Input)
-                if isinstance(event, Backward):
+            for event in record.of(events.Event, self.step):
+                called |= isinstance(event, events.Input)
+                if isinstance(event, events.Backward):
                     pairs += [pair for pair in sent if pair not in pairs]
-                elif isinstance(event, Collective) and event.op in REDUCING:
+                elif isinstance(event, events.Collective) and event.op in events.REDUCING:
                     summed.append((event.numel, set(event.group)))  # one number: a norm
-                elif isinstance(event, Collective) and (event.op, event.phase, called) == ("send", "other", True):
+                elif isinstance(event, events.Collective) and (event.op, event.phase, called) == (
+                    "send",
+                    "other",
+                    True,
+                ):
                     sent.append({record.rank, event.peer})
         if self.recording.about.get("layout"):  # at ZeRO 3 data ranks of isograd send each other notes
             pairs = [pair for pair in pairs if axis_over(self.recording, (*pair,)) == "pp"]
@@ -250,22 +240,21 @@ class Analysis:
         return next((set(ranks) for ranks in self.replica_sets(name) if rank in ranks), {rank})
 
     @cached_property
-    def summed_inside(self) -> dict[str, Collective]:
+    def summed_inside(self) -> dict[str, events.Collective]:
         """Tensors that the optimizer sums inside its step, with a reduction there: each rank came with a gradient of
         its own, and copies are equal behind the step all the same. Where nothing sums them they drift apart."""
-        events = [
+        calls = [
             event
-            for record in self.recording.ranks
-            for event in record.of(Collective, self.step)
-            if event.phase == "step" and event.op in (*REDUCING, "all_to_all") and event.numel > 1
+            for _, event in self.of(events.Collective)
+            if event.phase == "step" and event.op in (*events.REDUCING, "all_to_all") and event.numel > 1
         ]
-        found: dict[str, Collective] = {}
-        for name in self.names if events else ():
+        found: dict[str, events.Collective] = {}
+        for name in self.names if calls else ():
             sets = [[self.about[rank][name] for rank in ranks] for ranks in self.replica_sets(name)]
             own = all(len({i.gradient_hash for i in copies}) > 1 for copies in sets)
             kept = all(len({i.hash for i in copies}) == len({i.before for i in copies}) == 1 for copies in sets)
             if own and kept and any(i.hash != i.before for copies in sets for i in copies):
-                found[name] = next((event for event in events if name in event.covers), events[0])
+                found[name] = next((event for event in calls if name in event.covers), calls[0])
         return found
 
     @cached_property
@@ -275,13 +264,15 @@ class Analysis:
         pairs = [p for p in pairwise(self.recording.steps) if self.step in p][:1]
         learn = [n for n in self.names if self.info(n).trainable and self.info(n).gradient]
         owned = any(self.about[r][n].owned for n in learn for r in self.holders(n))
-        if any(event.by_hand for record in self.recording.ranks for event in record.of(Step, self.step)):
+        if any(event.by_hand for _, event in self.of(events.Step)):
             sets = [[self.about[r][n] for r in ranks] for n in learn for ranks in self.replica_sets(n)]
             moved = any(one.before != one.hash for copies in sets for one in copies)
             return moved and all(len({one.hash for one in copies}) == 1 for copies in sets)
         if not pairs or not learn or owned:
             return False
-        now, then = ([record.of(Step, step)[0].parameters for record in self.recording.ranks] for step in pairs[0])
+        now, then = (
+            [record.of(events.Step, step)[0].parameters for record in self.recording.ranks] for step in pairs[0]
+        )
         changed = any(b[n].before != a[n].hash for a, b in zip(now, then, strict=True) for n in learn if n in b)
         held = [{then[rank][n].before for rank in ranks} for n in learn for ranks in self.replica_sets(n)]
         return changed and all(len(copies) == 1 for copies in held)
@@ -300,7 +291,7 @@ class Analysis:
     def added_inside(self) -> set[str]:
         """Those of `summed_inside` whose sum is known: a reduction on the gradient itself, over its copies."""
         told = [
-            {(name, event.group) for event in record.of(Collective, self.step) if event.phase == "step"
+            {(name, event.group) for event in record.of(events.Collective, self.step) if event.phase == "step"
              and event.op in ("all_reduce", "reduce_scatter") for name in event.covers}
             for record in self.recording.ranks
         ]  # fmt: skip
@@ -359,7 +350,7 @@ class Analysis:
             found += whole[:1] if len(whole) > 1 and torch.equal(whole[0].sketch, whole[-1].sketch) else whole
         return found
 
-    def contributions(self, name: str, rank: int | None = None) -> dict[Key, Tensor]:
+    def contributions(self, name: str, rank: int | None = None) -> dict[events.Key, Tensor]:
         """Of every rank whose contribution has the shape and place that `rank`'s has; the first holder's, when it is
         not said."""
         own = self.about[self.holders(name)[0] if rank is None else rank][name]
@@ -396,22 +387,20 @@ class Analysis:
         return {n for n in self.names if len(self.replica_sets(n)) == 1 or self.covered(n)}
 
     @cached_property
-    def losses(self) -> dict[str, dict[Key, list[Weighed]]]:
+    def losses(self) -> dict[str, dict[events.Key, list[events.LabelWeight]]]:
         """By the place of its call, the one with the most labels first: every call of a cross-entropy. A schedule of
         torch's pipelining calls the loss once more on its first micro-batch, for shapes."""
-        found: dict[str, dict[Key, list[Weighed]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[str, dict[events.Key, list[events.LabelWeight]]] = defaultdict(lambda: defaultdict(list))
         seen: set[tuple[object, ...]] = set()
-        for record in self.recording.ranks:
-            for event in record.of(LabelWeight, self.step):
-                one = (record.rank, event.micro, event.site, event.labels, event.low, event.high)
-                if event.count and not (event.labels and one in seen):
-                    seen.add(one)
-                    weighed = Weighed(event.count, event.low, event.high)
-                    found[event.site][record.rank, event.micro].append(weighed)
+        for rank, event in self.of(events.LabelWeight):
+            one = (rank, event.micro, event.site, event.labels, event.low, event.high)
+            if event.count and not (event.labels and one in seen):
+                seen.add(one)
+                found[event.site][rank, event.micro].append(event)
         return dict(sorted(found.items(), key=lambda item: -sum(w.count for calls in item[1].values() for w in calls)))
 
     @cached_property
-    def counts(self) -> dict[Key, float]:
+    def counts(self) -> dict[events.Key, float]:
         """Labels that counted in the main loss, per rank and micro-batch."""
         main = next(iter(self.losses.values()), {})
         return {key: sum(w.count for w in calls) for key, calls in main.items()}
@@ -426,14 +415,12 @@ class Analysis:
         return [{m: h for (k, m), h in self.data.items() if k == rank} for rank in group]
 
     @cached_property
-    def data(self) -> dict[Key, str]:
+    def data(self) -> dict[events.Key, str]:
         """What each rank was given in each micro-batch, as a hash of its contents."""
-        found: dict[Key, str] = defaultdict(str)
-        for record in self.recording.ranks:
-            for event in record.of(ForwardInputs, self.step):
-                # Forward comes before the backward that gives a micro-batch its number.
-                hashes = (f"{name} {one.hash}" for name, one in event.tensors.items())
-                found[record.rank, event.forward] += ",".join(hashes)
+        found: dict[events.Key, str] = defaultdict(str)
+        for rank, event in self.of(events.ForwardInputs):  # before the backward that numbers it
+            hashes = (f"{name} {one.hash}" for name, one in event.tensors.items())
+            found[rank, event.forward] += ",".join(hashes)
         return dict(found)
 
 
@@ -444,7 +431,7 @@ def put_back(analysis: Analysis) -> tuple[str, ...]:
     (the size of a group, the number of micro-batches) is no clip, and stays. A clip by hand is taken back as
     clip_grad_norm_ is, without a word."""
     early = [record.group(analysis.step, "early") for record in analysis.recording.ranks]
-    scaled = any(e.factor for record in analysis.recording.ranks for e in record.of(Rewritten, analysis.step))
+    scaled = any(e.factor for _, e in analysis.of(events.Rewritten))
     if not any(early) or (scaled and not clipped(analysis.recording, analysis.step)):
         return ()
     sums = [{**late, **before} for late, before in zip(analysis.sums, early, strict=True)]

@@ -1,8 +1,7 @@
 """Clips by hand: a program multiplies all gradients by one number, so that their norm is a bound.
 
-clip_grad_norm_ says what it does; a loop over `p.grad.mul_(bound / norm)` looks like any factor. It is a clip where the
-norm is the same number behind it in two steps, for which it took two factors, or where steps with a smaller norm were
-not scaled. Gradients are judged as they were before.
+It is a clip where the norm is the same number behind it in two steps, for which it took two factors, or where steps
+with a smaller norm were not scaled. Gradients are judged as they were before.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def clipped(recording: Recording, step: int) -> bool:
 
 
 def _scaled(recording: Recording, step: int) -> tuple[float, float] | None:
-    """(norm behind it, factor) of a step in which each rank has multiplied all of its gradients by one number last, or
-    none has changed any (1)."""
+    """(norm behind it, factor) of a step in which each rank last multiplied all its gradients by one number, or none
+    (1)."""
     events = [event for record in recording.ranks for event in record.of(Rewritten, step)]
     factors = [event.factor for event in events if event.factor] if events else [1.0] * recording.world
     held = [one for r in recording.ranks for e in r.of(Step, step)[:1] for one in e.parameters.items()]

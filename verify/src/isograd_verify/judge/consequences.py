@@ -1,8 +1,6 @@
 """What follows from what: a bug is told, and what it causes is not told beside it.
 
-One row per bug that causes more than drifting copies. A program that was only watched and one that was compared with a
-reference are told apart, because a reference shows more differences: what a cut graph leaves behind looks, compared,
-like a sum that is missing.
+A comparison shows more differences than watching does: what a cut graph leaves behind looks like a sum that is missing.
 """
 
 from __future__ import annotations

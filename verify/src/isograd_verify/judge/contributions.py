@@ -1,10 +1,9 @@
 """Which contributions is a gradient made of, and how often does each count?
 
-A contribution is what one backward added to a parameter on one rank before any communication (micro-batch m on rank
-k). The gradient that reached clip and optimizer must be all of them with one coefficient. `fit` finds the coefficients
-from sketches: first the single one that explains everything, else by least squares. Equal contributions (ranks that
-compute the same thing, as without sequence parallelism over tp) cannot be told apart and count as one; zero ones say
-nothing. When there are more unknowns than numbers to find them from, it says so instead of guessing.
+A contribution is what one backward added to a parameter on one rank before any communication. The gradient that reached
+clip and optimizer must be all of them with one coefficient. `fit` finds the coefficients from sketches: first the
+single one that explains everything, else by least squares. Equal contributions cannot be told apart and count as one;
+zero ones say nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ class Fit:
 
     @property
     def each(self) -> tuple[float, ...]:
-        """The coefficients that a single contribution may have, the largest first.
+        """The coefficients that a single contribution may have, the largest first, and which fit all classes.
 
         Equal contributions of n ranks have one coefficient together. They may be copies of one number, of which one
-        counts, or parts of the gradient that happen to be equal, of which all n count; or copies of such parts. Only
-        what fits all classes is in the list.
-        """
+        counts, or parts of the gradient that happen to be equal, of which all n count; or copies of such parts."""
         found: list[float] = []
         for i, (first, total) in enumerate(self.coefficients.items()):
             possible = [total / k for k in range(1, len(self.classes[first]) + 1) if len(self.classes[first]) % k == 0]

@@ -15,17 +15,13 @@ from isograd_verify.tell.wording import meanings, spread
 
 def shares(analysis: Analysis, found: Fit) -> dict[Key, float]:
     """How often what each micro-batch computed counts in the gradient."""
-    return {
-        key: c / len(_same_data(analysis, key, found.classes[first]))
-        for first, c in found.coefficients.items()
-        for key in found.classes[first]
-    }
-
-
-def _same_data(analysis: Analysis, key: Key, members: tuple[Key, ...]) -> list[Key]:
-    """Members of a class that computed the very same data: their one contribution carries the class's coefficient."""
-    mine = analysis.data.get(key)
-    return [m for m in members if mine is None or analysis.data.get(m) == mine] or [key]
+    told: dict[Key, float] = {}
+    for first, c in found.coefficients.items():
+        for key in found.classes[first]:  # those that computed the very same data carry one coefficient together
+            mine = analysis.data.get(key)
+            same = [m for m in found.classes[first] if mine is None or analysis.data.get(m) == mine]
+            told[key] = c / (len(same) or 1)
+    return told
 
 
 def reference_tensor(analysis: Analysis, of: Collection[Key] = ()) -> tuple[str, Fit] | None:
@@ -73,8 +69,8 @@ def factor_from(analysis: Analysis) -> str:
 
 
 def reduced_twice(analysis: Analysis) -> bool:
-    """Whether some gradient is reduced behind backward that was reduced already: in backward, with all others, or by an
-    earlier such call."""
+    """Whether some gradient is reduced behind backward that was reduced already, in backward or by an earlier such
+    call."""
     record = analysis.recording.ranks[0]
     events = [e for e in record.of(Collective, analysis.step) if e.op in REDUCING and len(e.group) > 1]
     last = max((e.passed for e in events), default=0)
@@ -88,10 +84,9 @@ def terms(analysis: Analysis) -> dict[str, list[tuple[float, LossTerm]]]:
     """By its place in the program: (how often its micro-batch counts in the gradient, the term)."""
     share = step_shares(analysis)
     found: dict[str, list[tuple[float, LossTerm]]] = defaultdict(list)
-    for record in analysis.recording.ranks:
-        for event in record.of(LossTerm, analysis.step):
-            if (record.rank, event.micro) in share:
-                found[event.site].append((share[record.rank, event.micro], event))
+    for rank, event in analysis.of(LossTerm):
+        if (rank, event.micro) in share:
+            found[event.site].append((share[rank, event.micro], event))
     return dict(found)
 
 
@@ -101,10 +96,8 @@ def amounts(analysis: Analysis) -> dict[str, float]:
 
 
 def too_often(analysis: Analysis, factor: float) -> tuple[str, str, str]:
-    """(id, axis, words) of a term that counts so many times where another one counts once; '' when it has no meaning.
-
-    A term is computed anew from each rank's tokens, so what it should be is known to a few percent only.
-    """
+    """(id, axis, words) of a term that counts so many times, to a few percent, where another one counts once; '':
+    none."""
     groups, micros = _sizes(analysis), {"micro-batches": (analysis.micros, "the number of micro-batches")}
     known = {**groups, **micros}
     for axis, (size, words) in groups.items():

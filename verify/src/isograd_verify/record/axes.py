@@ -1,7 +1,7 @@
 """Which ranks lie on which axis, as the text of a layout says: 'dp2 tp2' names the axes in what is said of a run.
 
-Ranks are numbered with pp outermost, then dp, cp, and tp innermost. Experts see a stage's ranks as ep neighbours that
-hold different experts, and edp copies of them. Words without one of these axes ('sp', 'zero1') change no rank's place.
+Ranks are numbered with pp outermost, then dp, cp, and tp innermost; ep neighbours hold different experts, edp copies of
+them. Words without one of these axes ('sp', 'zero1') change no rank's place.
 """
 
 from __future__ import annotations

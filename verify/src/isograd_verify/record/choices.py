@@ -1,12 +1,10 @@
 """How a recording tells what was chosen for each token (its experts), and how a token is recognised in another run.
 
-    choice/MICRO/NUMBER/K/DTYPE/MODULE      [tokens, FEATURES + numbers + K], one row per token:
-        a few products of what the module was given, by which the token is recognised;
-        the numbers of which the largest K were chosen; which these are
+    choice/MICRO/NUMBER/K/DTYPE/MODULE      [tokens, FEATURES + numbers + K], one row per token: a few products of what
+        the module was given; the numbers of which the largest K were chosen; which these are
 
-A layout cuts tokens over ranks, micro-batches and positions, so a token has no number that all layouts know. It is the
-row of the other run whose features are the same to the rounding of the precision in which they were computed. Two
-tokens that are the same to rounding have the same scores to rounding, too.
+A layout cuts tokens over ranks, micro-batches and positions, so a token has no number that all layouts know: it is the
+row of the other run whose features are the same to rounding, and its scores are so, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a rank saw, event by event: one class per kind. A recorder makes them, a line of events.jsonl holds one, and a
 judge reads them back: this file is all that the two have in common.
 
-A line is the event's fields as a JSON object, with its kind under "k". `read` checks every field against its annotation
-and makes the event, or raises a ValueError: a judge never meets a wrong type.
+A line is the event's fields as a JSON object, with its class under "k". `read` checks every field against its type and
+makes the event, or raises a ValueError: a judge never meets a wrong type.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import types
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 Key = tuple[int, int]  # (rank, micro-batch), where the second number is `key(micro, use)`
 _USES = 10_000  # more backwards than a recording holds (capture.MOST_MICROS)
@@ -86,7 +86,6 @@ class GivenTensor:
 class Event:
     """Anything that was seen, in the optimizer step and micro-batch in which it was seen."""
 
-    kind: ClassVar[str] = ""
     step: int = 0
     micro: int = 0
 
@@ -95,14 +94,11 @@ class Event:
 class Start(Event):
     """The watching began."""
 
-    kind: ClassVar[str] = "start"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Backward(Event):
     """A call of autograd.backward: one micro-batch."""
 
-    kind: ClassVar[str] = "backward"
     site: str = ""
     loss: str = ""  # the line before it where many numbers with a graph last became one
     summed: bool = False  # it begins with a sum that nothing has divided
@@ -113,7 +109,6 @@ class Backward(Event):
 class Collective(Event):
     """A collective was called (collectives.py)."""
 
-    kind: ClassVar[str] = "collective"
     n: int
     op: str
     group: tuple[int, ...]
@@ -140,7 +135,6 @@ class Collective(Event):
 class End(Event):
     """Collective number n is over."""
 
-    kind: ClassVar[str] = "end"
     n: int
     seconds: float
 
@@ -149,7 +143,6 @@ class End(Event):
 class Loss(Event):
     """A cross-entropy was computed, over so many labels of so many classes."""
 
-    kind: ClassVar[str] = "loss"
     reduction: str
     count: float
     classes: int = 0
@@ -160,7 +153,6 @@ class Loss(Event):
 class LabelWeight(Event):
     """A cross-entropy's backward ran: the lowest and highest weight that a label's gradient got."""
 
-    kind: ClassVar[str] = "weight"
     count: float
     low: float
     high: float
@@ -177,7 +169,6 @@ class LabelWeight(Event):
 class MeanWeight(Event):
     """A mean or sum of so many numbers is a part of the loss, and each of them got this weight in backward."""
 
-    kind: ClassVar[str] = "mean"
     term: str
     site: str
     count: float
@@ -196,7 +187,6 @@ class MeanWeight(Event):
 class Uncounted(Event):
     """A backward came to a Function of the program's own that makes one number of many: nothing tells of how many."""
 
-    kind: ClassVar[str] = "uncounted"
     site: str
     weight: float = 0.0  # with which it counts in what backward began with
 
@@ -207,7 +197,6 @@ class Function(Event):
     times what came back to it, what it was given times what it sent back, and hashes of contents. Sketches of all four
     stand in the step's file under `function/NUMBER/`."""
 
-    kind: ClassVar[str] = "function"
     site: str
     name: str
     number: int  # of its calls in this step
@@ -223,7 +212,6 @@ class Function(Event):
 class LossTerm(Event):
     """A term of the loss (terms.py): its value, and the weights of numbers from it up to the loss, its own first."""
 
-    kind: ClassVar[str] = "term"
     site: str
     value: float
     weights: tuple[float, ...]
@@ -240,7 +228,6 @@ class LossTerm(Event):
 class Coefficient(Event):
     """A coefficient of the loss that a model's config tells, by its name there."""
 
-    kind: ClassVar[str] = "coefficient"
     name: str
     value: float
 
@@ -249,7 +236,6 @@ class Coefficient(Event):
 class Changed(Event):
     """Buffers are other than when they were last looked at: `during` says what changed them."""
 
-    kind: ClassVar[str] = "changed"
     during: str  # "forward", "backward", "between" two micro-batches
     names: tuple[str, ...]
 
@@ -258,7 +244,6 @@ class Changed(Event):
 class Carried(Event):
     """What a backward begins with was made, first at `site`, from what changes from step to step, or of own rows."""
 
-    kind: ClassVar[str] = "carried"
     name: str  # `carried/NAME` is its sketch
     began: str  # its hash when it was first seen; '' where that was in a later step
     own: str  # before a wrapper made it that of rank 0
@@ -269,7 +254,6 @@ class Carried(Event):
 class Rewritten(Event):
     """Between the last backward and the step the program wrote into these gradients, first at `site`."""
 
-    kind: ClassVar[str] = "rewritten"
     site: str
     names: tuple[str, ...]
     factor: float = 0.0  # not 0: they are all gradients, and what it did last was to multiply them by this number
@@ -279,7 +263,6 @@ class Rewritten(Event):
 class Choice(Event):
     """The largest few of each row were chosen (experts of tokens): the hash of which, rows in order, numbers sorted."""
 
-    kind: ClassVar[str] = "choice"
     site: str
     hash: str
     again: bool  # inside a backward: a forward that is computed once more
@@ -289,7 +272,6 @@ class Choice(Event):
 class Logits(Event):
     """Under torch's loss_parallel: this rank's part of a sum that must be zero over all ranks, and of its size."""
 
-    kind: ClassVar[str] = "logits"
     shift: float
     size: float
 
@@ -298,7 +280,6 @@ class Logits(Event):
 class RowSums(Event):
     """An embedding's backward that has lost what it added: its error, the id that is furthest off, how often it is."""
 
-    kind: ClassVar[str] = "rows"
     module: str
     dtype: str
     error: float
@@ -310,7 +291,6 @@ class RowSums(Event):
 class Reached(Event):
     """Collectives without a backward that have a say in what a backward began with: (number, how) of each."""
 
-    kind: ClassVar[str] = "reached"
     calls: tuple[tuple[int, str], ...]
 
 
@@ -318,7 +298,6 @@ class Reached(Event):
 class Input(Event):
     """The outermost module was called; the backward that follows has number `forward`."""
 
-    kind: ClassVar[str] = "input"
     forward: int
 
 
@@ -326,7 +305,6 @@ class Input(Event):
 class ForwardInputs(Event):
     """What the outermost module was given, told when a backward reaches what it returned, else at the step's end."""
 
-    kind: ClassVar[str] = "given"
     forward: int
     tensors: dict[str, GivenTensor]
     reached: bool = True
@@ -337,7 +315,6 @@ class Staged(Event):
     """A gradient came back to what a call of the outermost module made: digests of what it was given and made. What its
     backward gives on one device stands in the step's file, or `why` it does not (watch/stages.py)."""
 
-    kind: ClassVar[str] = "staged"
     call: int  # in this step
     site: str
     given: tuple[str, ...] = ()
@@ -351,7 +328,6 @@ class Staged(Event):
 class Draw(Event):
     """A module drew random numbers: hashes of what went in and came out, and whether a graph was made."""
 
-    kind: ClassVar[str] = "random"
     module: str
     into: str
     out: str
@@ -365,7 +341,6 @@ class Draw(Event):
 class Norm(Event):
     """What clip_grad_norm_ returned, and where."""
 
-    kind: ClassVar[str] = "norm"
     value: float
     site: str = ""
 
@@ -374,7 +349,6 @@ class Norm(Event):
 class ScaledClip(Event):
     """A clip by `bound` came before a gradient scaler took its factor from the gradients."""
 
-    kind: ClassVar[str] = "scaled"
     site: str
     bound: float
     scale: float
@@ -384,7 +358,6 @@ class ScaledClip(Event):
 class Step(Event):
     """An optimizer step, or (with a note) what stood there when the program ended without one."""
 
-    kind: ClassVar[str] = "step"
     parameters: dict[str, Parameter]
     backwards: int
     note: str = ""
@@ -399,7 +372,6 @@ class Step(Event):
 class Average(Event):
     """torch's AveragedModel was updated: the hash of each average, by the name of its parameter in the model."""
 
-    kind: ClassVar[str] = "average"
     hashes: dict[str, str]
 
 
@@ -407,14 +379,11 @@ class Average(Event):
 class Skipped(Event):
     """Gradients were thrown away after their norm was looked at: a step left out."""
 
-    kind: ClassVar[str] = "skipped"
-
 
 @dataclass(frozen=True, kw_only=True)
 class OtherWorld(Event):
     """The program joined a world of another size: the watching ended."""
 
-    kind: ClassVar[str] = "world"
     rank: int
     world: int
 
@@ -423,7 +392,6 @@ class OtherWorld(Event):
 class Lost(Event):
     """Something is no longer watched, because watching it raised an error."""
 
-    kind: ClassVar[str] = "lost"
     sense: str
     why: str
 
@@ -432,7 +400,6 @@ class Lost(Event):
 class PipelineActions(Event):
     """What a pipeline's stage did in a step: (kind, stage, micro-batch, start, end) of each action."""
 
-    kind: ClassVar[str] = "pipeline"
     actions: tuple[tuple[str, int, int, float, float], ...]
 
 
@@ -440,17 +407,16 @@ class PipelineActions(Event):
 class Result(Event):
     """The loss that a program says it optimised, and its weight."""
 
-    kind: ClassVar[str] = "result"
     loss: float
     weight: float
 
 
-KINDS: dict[str, type[Event]] = {one.kind: one for one in Event.__subclasses__()}
+KINDS: dict[str, type[Event]] = {one.__name__: one for one in Event.__subclasses__()}
 
 
 def line(event: Event) -> str:
     """An event as one line of JSON."""
-    return json.dumps({"k": event.kind, **vars(event)}, separators=(",", ":"), default=vars) + "\n"
+    return json.dumps({"k": type(event).__name__, **vars(event)}, separators=(",", ":"), default=vars) + "\n"
 
 
 def read(data: Any) -> Event:

@@ -6,7 +6,7 @@
     DIR/rank-0003/steps         how many optimizer steps it has taken, while it runs (see watched.py)
     DIR/rank-0003/step-0001.safetensors   gradients, parameters, sketches and activations of one optimizer step
 
-JSON and safetensors only: nothing is unpickled, every read is bounded, a file appears whole or not at all.
+Nothing is unpickled, every read is bounded, a file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,7 +30,7 @@ from isograd_verify.errors import IsogradError, VerifyError
 from isograd_verify.io.untrusted import FileError, open_to_read, parse_json, read_header, read_json
 from isograd_verify.record.events import Collective, End, Event, Parameter, Step, line, read
 
-VERSION = 2  # 1 had untyped events
+VERSION = 3  # 1 had untyped events, 2 other names of their kinds
 STEPS = "steps"  # eight bytes: the optimizer steps of a rank that is still under way
 WEIGHTS = "weights-{:04d}.safetensors"  # all weights, whole, with which a step began (run/beside.py)
 BEHIND = "behind-{:04d}.safetensors"  # what modules carry behind a backward that was done again (watch/feed.py)
@@ -48,6 +48,22 @@ def write_json(path: Path, data: Any) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(data, indent=1))
     os.replace(partial, path)
+
+
+def describe(directory: Path, **about: Any) -> None:
+    """Writes recording.json: the layout, and whatever else is known of the run."""
+    write_json(directory / "recording.json", {"version": VERSION, **about})
+
+
+@contextmanager
+def _damage(code: str, what: str, expected: str, seen: Callable[[], str]) -> Iterator[None]:
+    """What cannot be read is one error of a recording. `seen`: the file, and the line of it."""
+    try:
+        yield
+    except (FileError, ValueError, OSError, SafetensorError) as error:
+        why = error.brief if isinstance(error, FileError) else str(error) or repr(error)
+        fix = "the recording is truncated, damaged or not whole: record again"
+        raise VerifyError(code, what, seen=f"{seen()}: {why}", expected=expected, fix=fix) from error
 
 
 class RankWriter:
@@ -190,9 +206,9 @@ def merge(whole: Path, parts: list[Path]) -> None:
     write_json(whole / "recording.json", about)
 
 
-def finished(path: Path) -> int:
-    """How many ranks have closed their part of a recording that may still be written."""
-    return sum(bool(_read_json(about).get("finished")) for about in path.glob("rank-*/rank.json"))
+def ranks_so_far(path: Path) -> dict[Path, dict[str, Any]]:
+    """rank.json of each rank of a recording that may still be written, by its folder."""
+    return {about.parent: _read_json(about) for about in sorted(path.glob("rank-*/rank.json"))}
 
 
 def _read_rank(directory: Path) -> RankRecord:
@@ -207,24 +223,16 @@ def _read_rank(directory: Path) -> RankRecord:
             fix="read it with the isograd that wrote it, or record again",
         )
     events: list[Event] = []
-    path = directory / "events.jsonl"
-    try:
-        with open_to_read(path) as lines:
-            while text := lines.readline(LONGEST_LINE):
-                if len(events) >= MOST_EVENTS:
-                    raise ValueError(f"more than {MOST_EVENTS} events")
-                if not text.endswith(b"\n"):
-                    raise ValueError("a line is cut short")
-                events.append(read(parse_json(text, path, nan=True)))
-    except (FileError, ValueError) as error:
-        said = error.brief if isinstance(error, FileError) else repr(error)
-        raise VerifyError(
-            "IG715",
-            "a recording's list of events cannot be read to its end",
-            seen=f"{path.name} of {directory.name}, line {len(events) + 1}: {said}",
-            expected="one JSON object per line",
-            fix="the file is truncated or damaged: record again",
-        ) from error
+    path, what = directory / "events.jsonl", "a recording's list of events cannot be read to its end"
+    here = f"{path.name} of {directory.name}"
+    damage = _damage("IG715", what, "one JSON object per line", lambda: f"{here}, line {len(events) + 1}")
+    with damage, open_to_read(path) as lines:
+        while text := lines.readline(LONGEST_LINE):
+            if len(events) >= MOST_EVENTS:
+                raise ValueError(f"more than {MOST_EVENTS} events")
+            if not text.endswith(b"\n"):
+                raise ValueError("a line is cut short")
+            events.append(read(parse_json(text, path, nan=True)))
     return RankRecord(directory, about, _joined(events))
 
 
@@ -240,46 +248,28 @@ def _joined(events: list[Event]) -> list[Event]:
 
 def _read_json(path: Path, needed: dict[str, int] | None = None) -> dict[str, Any]:
     """needed: whole numbers that must stand in it, from 0 to below the one given."""
-    try:
+    with _damage("IG716", f"{path.name} of a recording cannot be read", "a JSON object", lambda: path.parent.name):
         data = read_json(path, LONGEST_JSON, nan=True)
         if not isinstance(data, dict):
             raise ValueError("not a JSON object")
         lacking = [k for k, most in (needed or {}).items() if type(data.get(k)) is not int or not 0 <= data[k] < most]
         if lacking:
             raise ValueError(f"no number under {', '.join(lacking)}, or none that can be")
-    except (FileError, ValueError) as error:
-        raise VerifyError(
-            "IG716",
-            f"{path.name} of a recording cannot be read",
-            seen=f"{path.parent.name}: {error.brief if isinstance(error, FileError) else error}",
-            expected="a JSON object",
-            fix="the recording is truncated or damaged: record again",
-        ) from error
     return data
 
 
 def load(path: Path) -> dict[str, Tensor]:
     """The tensors of one file of a recording."""
-    try:
+    what, here = "the tensors of a recorded step cannot be read", f"{path.name} of {path.parent.name}"
+    with _damage("IG717", what, "a whole safetensors file", lambda: here):
         names = read_header(path)
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}
-    except (FileError, OSError, SafetensorError) as error:
-        raise VerifyError(
-            "IG717",
-            "the tensors of a recorded step cannot be read",
-            seen=f"{path.name} of {path.parent.name}: {error.brief if isinstance(error, FileError) else error}",
-            expected="a whole safetensors file",
-            fix="the file is truncated or missing: record again",
-        ) from error
 
 
 @contextmanager
 def consistent(*recordings: Recording) -> Iterator[None]:
-    """While recordings from outside are compared: one that contradicts itself is an error, not a traceback.
-
-    Files that are whole and typed may still name ranks, parameters or shapes that other files do not have.
-    """
+    """While recordings from outside are compared: files that contradict one another are an error, not a traceback."""
     try:
         yield
     except IsogradError:

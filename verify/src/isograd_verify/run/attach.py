@@ -1,7 +1,5 @@
 """isograd-verify run: start a command, watch every Python process in it that trains, report when it ends or stalls.
 
-    isograd-verify run -- torchrun --nproc-per-node 4 train.py --its own --arguments
-
 The program is not edited and its output is not touched. Its own exit code is returned when it is not zero.
 """
 
@@ -24,7 +22,7 @@ from torch import Tensor
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.checks import check
 from isograd_verify.record.events import Backward, Collective, Lost, OtherWorld, Step
-from isograd_verify.record.recording import VERSION, Recording, write_json
+from isograd_verify.record.recording import Recording, describe
 from isograd_verify.run.hang import crash, wait, watching
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject
 from isograd_verify.tell.report import Report, timeline
@@ -64,9 +62,9 @@ def run(
     replay: Path | None = None,
     sketch: bool = False,
 ) -> tuple[Report, int]:
-    """(report, the program's own exit code; 0 when it was stopped because it hung). `parameters`: record them, too,
-    for a comparison. `calls`: and what the calls of the model were made with. `replay`: a recording whose choices of
-    experts are taken. `sketch`: large tensors are recorded by sketches alone."""
+    """(report, the program's own exit code; 0 when it was stopped because it hung). `parameters`: record them, too.
+    `calls`: and what the calls of the model were made with. `replay`: a recording whose choices of experts are
+    taken. `sketch`: large tensors by sketches alone."""
     if not command:
         raise VerifyError(
             "IG701", "no command to watch", fix="isograd-verify run -- torchrun --nproc-per-node 2 train.py"
@@ -102,7 +100,7 @@ def run(
 
 def report_of(directory: Path, about: dict[str, Any], failed: int = 0) -> Report:
     """What a recording shows that its ranks have begun by themselves. `about`: the command, the layout, the steps."""
-    write_json(directory / "recording.json", {"version": VERSION, **about, "exit_code": failed, "stalled": False})
+    describe(directory, **about, exit_code=failed, stalled=False)
     return Report(" ".join(about["command"]), [inspect(directory, None, about["command"], failed)])
 
 
@@ -126,17 +124,16 @@ def masked(command: list[str]) -> list[str]:
 def begin(
     command: list[str], directory: Path, stall: float, more: dict[str, str], about: dict[str, Any]
 ) -> tuple[Finding | None, int]:
-    """Starts a command whose processes are watched, and waits for its end: (what hung, or INCONCLUSIVE who ended it;
-    its exit code)."""
-    write_json(directory / "recording.json", {"version": VERSION, "command": masked(command), **about})
+    """Starts a command under watch and waits for its end: (what hung, or who ended it; its exit code)."""
+    about = {"command": masked(command), **about}
+    describe(directory, **about)
     path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
     more = {"ISOGRAD_VERIFY": str(directory.resolve()), "PYTHONPATH": path, **more}
     process = subprocess.Popen(command, env=os.environ | more)
     with _passed_on(process) as asked:
         hang = wait(process, directory, stall)
     own = process.returncode if process.returncode >= 0 else 128 - process.returncode  # as a shell tells a signal
-    ended = {"exit_code": own, "stalled": hang is not None}
-    write_json(directory / "recording.json", {"version": VERSION, "command": masked(command), **about, **ended})
+    describe(directory, **about, exit_code=own, stalled=hang is not None)
     if asked:
         told = f"{asked[0].name} was sent to isograd-verify, which passed it on: the run is not whole"
         hang, own = Finding(INCONCLUSIVE, "", told), own or 128 + asked[0]
@@ -166,7 +163,9 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals
 
 def inspect(directory: Path, hang: Finding | None = None, command: list[str] | None = None, failed: int = 0) -> Subject:
     """What a recording shows without any reference. `failed`: the program's exit code, where it is not zero."""
-    name = _title(command or [str(directory)])
+    words = command or [str(directory)]
+    program = next((i for i, word in enumerate(words) if word.endswith(".py")), 0)
+    name = " ".join(Path(word).name for word in words[: max(6, program + 1)])
     ranks = len(list(directory.glob("rank-*")))
     if hang is not None and watching(directory):
         return Subject(name, ranks, findings=[hang])
@@ -195,12 +194,6 @@ def inspect(directory: Path, hang: Finding | None = None, command: list[str] | N
     return subject
 
 
-def _title(command: list[str]) -> str:
-    """The command up to its program, or its first words."""
-    program = next((i for i, word in enumerate(command) if word.endswith(".py")), 0)
-    return " ".join(Path(word).name for word in command[: max(6, program + 1)])
-
-
 def _failed(recording: Recording, code: int) -> Finding:
     """A program that failed never passes: what it did up to then is all that was seen."""
     asked = str(recording.about.get("steps", ""))
@@ -210,35 +203,31 @@ def _failed(recording: Recording, code: int) -> Finding:
 
 def plain_facts(recording: Recording) -> list[Finding]:
     """What stands in the way of a verdict, said plainly."""
-    said = [Finding(INCONCLUSIVE, "", sentence) for sentence in _obstacles(recording)]
+    said = [*((INCONCLUSIVE, sentence) for sentence in _obstacles(recording)), *_remarks(recording)]
+    return [*(Finding(verdict, "", sentence) for verdict, sentence in said), *left_out(recording)]
+
+
+def _remarks(recording: Recording) -> Iterator[tuple[str, str]]:
     unfinished = [r.rank for r in recording.ranks if not r.about.get("finished")]
     if unfinished:
-        sentence = f"{spell(unfinished)} ended without closing the recording (killed, or left through os._exit)"
-        said.append(Finding(NOTE, "", sentence))
+        yield NOTE, f"{spell(unfinished)} ended without closing the recording (killed, or left through os._exit)"
     for path in sorted(recording.path.glob("second-*")):
         rank = int(path.name.rpartition("-")[2])
-        sentence = f"a second process called itself rank {rank} while the first was running, and was not watched"
-        said.append(Finding(NOTE, "", sentence))
-    earlier = sorted(recording.path.glob("earlier-*"))
-    if earlier:
-        again = sorted({int(path.name.rpartition("-")[2]) for path in earlier})
-        said.append(Finding(NOTE, "", f"{spell(again)} started more than once: only the last start was checked"))
-    said += left_out(recording)
+        yield NOTE, f"a second process called itself rank {rank} while the first was running, and was not watched"
+    again = sorted({int(path.name.rpartition("-")[2]) for path in recording.path.glob("earlier-*")})
+    if again:
+        yield NOTE, f"{spell(again)} started more than once: only the last start was checked"
     nameless = {r.rank: most for r in recording.ranks if (most := max((e.nameless for e in r.of(Step)), default=0))}
     if nameless:
-        rank, count = next(iter(nameless.items()))
-        sentence = (
-            f"not judged: {count} parameters that optimizers step on {spell([*nameless])} and that belong to no module "
-            "that was called in a watched step"
-        )
-        said.append(Finding(NOTE, "", sentence))
+        count = next(iter(nameless.values()))
+        where = f"{spell([*nameless])} and that belong to no module that was called in a watched step"
+        yield NOTE, f"not judged: {count} parameters that optimizers step on {where}"
     lost = {e.sense: (e.why, r.rank) for r in recording.ranks[::-1] for e in r.of(Lost)}
     for sense, (why, rank) in lost.items():
-        sentence = f"not judged: {SENSES.get(sense, sense)}: watching them raised an error on rank {rank}: {why}"
-        said.append(Finding(INCONCLUSIVE, "", sentence))
+        what = f"not judged: {SENSES.get(sense, sense)}"
+        yield INCONCLUSIVE, f"{what}: watching them raised an error on rank {rank}: {why}"
     if any(r.about.get("compiled") for r in recording.ranks):
-        said.append(Finding(NOTE, "", "torch.compile waited: the watched steps ran as if it were not there"))
-    return said
+        yield NOTE, "torch.compile waited: the watched steps ran as if it were not there"
 
 
 def _obstacles(recording: Recording) -> Iterator[str]:

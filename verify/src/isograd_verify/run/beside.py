@@ -1,13 +1,10 @@
 """isograd-verify run --beside-one: the same program once more as a world of one, on the data of all ranks.
 
-    isograd-verify run --beside-one -- torchrun --nproc-per-node 2 train.py
-
 The first run keeps what the calls of its model were made with. The second run is the same command with one rank. Where
 its own first step saw the same data, that step is the reference. Else the calls of all ranks are replayed through the
 program's own loop, one after the other (watch/feed.py), and their gradients put together (compare/combined.py). Later
-steps are done so in any case, each from the weights with which the first run began it. A program that is too short is
-started again until all calls are done. All of it is kept beside the recording: `alone-0` and so on, and `one`, the
-reference.
+steps are done so in any case, each from the weights with which the first run began it. All of it is kept beside the
+recording: `alone-0` and so on, and `one`, the reference.
 """
 
 from __future__ import annotations
@@ -19,19 +16,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from isograd_verify.compare import combined
 from isograd_verify.compare.chained import chained, piped
-from isograd_verify.compare.combined import (
-    at_once,
-    combine,
-    copy,
-    distinct,
-    one_model,
-    other_terms,
-    saw_the_same,
-    turn,
-    turns,
-    weights_before,
-)
 from isograd_verify.compare.compare import compare
 from isograd_verify.compare.loss_terms import own_rows
 from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, steady
@@ -40,10 +26,9 @@ from isograd_verify.errors import VerifyError
 from isograd_verify.judge.clips import bound
 from isograd_verify.judge.consequences import row
 from isograd_verify.record.events import Backward, Collective, Lost, Step
-from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
+from isograd_verify.record.recording import WEIGHTS, RankWriter, Recording, describe, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
-from isograd_verify.tell.wording import finding
 from isograd_verify.watch.calls import CACHE, GRAPH
 
 MOST_STARTS = 16
@@ -79,8 +64,8 @@ def single_rank(command: list[str]) -> list[str]:
 
 
 def judged(directory: Path, command: list[str], subject: Subject, stall: float, replay: bool = False) -> Subject:
-    """What the first run's recording shows beside one device. `subject`: what it shows by itself. `replay`: on one
-    device tokens go to the experts to which the first run sent them."""
+    """What a run shows beside one device. `subject`: what it shows by itself. `replay`: one device takes its
+    experts."""
     try:
         candidate = Recording(directory)
         one = WorldOfOne(candidate, single_rank(command), stall, replay)
@@ -108,7 +93,7 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
         for site, times in reference.about.get("scale", {}).items():
             beside.findings = [_open(found, site, times) for found in beside.findings]
     except NoReference as error:
-        found = finding(BUG, error.bug, error.why) if error.bug else None
+        found = Finding(BUG, error.bug, error.why) if error.bug else None
         if row(error.bug).on_purpose:
             found = Finding(INCONCLUSIVE, error.bug, error.why, look=error.fix)
         return _not_compared(subject, error.why, error.fix, found)
@@ -149,7 +134,7 @@ class WorldOfOne:
     @cached_property
     def turns(self) -> int:
         """How many steps make one round."""
-        return turns(self.candidate)
+        return combined.turns(self.candidate)
 
     def again(self, name: str, queue: list[Fed], natural: bool, means: str = "") -> tuple[Recording, list[Again]]:
         """(the recording, the backwards that were done again). `natural`: its first round is the program's own.
@@ -246,8 +231,8 @@ def _reference(alone: WorldOfOne) -> tuple[Recording, list[Again]]:
         if first is None:
             if piped(candidate) and (sent := next((e for e in one.ranks[0].of(Collective, 1) if e.op == "send"), None)):
                 raise NoReference(f"at {sent.site} a stage of the program sends something to itself", SAME_DATA)
-            one_model(one, candidate)
-            first, natural = one, alone.turns == 1 and saw_the_same(one, candidate)
+            combined.one_model(one, candidate)
+            first, natural = one, alone.turns == 1 and combined.saw_the_same(one, candidate)
             if not natural and not any(step == 1 for *_, step in queue):
                 raise cannot
         if natural:  # what is left of the first step is known already
@@ -270,7 +255,7 @@ def _combined(
         of_step, needed = [one for one in again if one.of == step], sum(fed[2] == step for fed in queue)
         try:
             if step == 1 and natural:
-                copy(first.ranks[0], writer)
+                combined.copy(first.ranks[0], writer)
                 continue
             begin = 1 + (step - 1) % alone.turns
             if step > 1 and not steady(alone.candidate, step, begin):
@@ -278,7 +263,7 @@ def _combined(
             if len(of_step) < needed:
                 short = f"{needed} backwards are to be done again, and the program did {len(of_step)} of them"
                 raise NoReference(why or f"{short} in a world of one", MORE_STEPS)
-            factors = combine(alone.candidate, turn(first, begin), of_step, writer, scale, together)
+            factors = combined.combine(alone.candidate, combined.turn(first, begin), of_step, writer, scale, together)
             fed[step] = [(one.rank, one.micro, factor) for one, factor in zip(of_step, factors, strict=True)]
         except NoReference as error:
             if step > 1:
@@ -288,22 +273,16 @@ def _combined(
                 raise
             return _together(alone, error, queue)
     writer.close()
-    about = {
-        "version": VERSION,
-        "layout": "1",
-        "replay": alone.replay,
-        "together": together,
-        "scale": scale,
-        "why": why,
-        "bound": first.about["bound"],
-    }
-    write_json(home / "recording.json", about | {"again": {} if together else fed})
+    describe(
+        home, layout="1", replay=alone.replay, together=together, scale=scale, why=why, bound=first.about["bound"],
+        again={} if together else fed,
+    )  # fmt: skip
     return Recording(home)
 
 
 def _together(alone: WorldOfOne, why: Mixed, queue: list[Fed]) -> Recording:
     """The reference of a program whose ranks see one another's rows: one device is given them all in one batch."""
-    of = {step: distinct(alone.candidate, step) for *_, step in queue}
+    of = {step: combined.distinct(alone.candidate, step) for *_, step in queue}
     queue = [(of[step], micro, step) for ranks, micro, step in queue if ranks[0] == of[step][0]]
     try:
         one, again = replace(alone, replay=False).again("together", queue, True)
@@ -315,12 +294,12 @@ def _together(alone: WorldOfOne, why: Mixed, queue: list[Fed]) -> Recording:
 def _at_once(alone: WorldOfOne, reference: Recording, micros: list[int], errors: dict[str, float]) -> list[Finding]:
     """Whether one device has other gradients of the rows of all ranks in one batch than of each rank's by themselves,
     which go the way that they went on the ranks. `errors`: to add to."""
-    ranks = distinct(alone.candidate)
+    ranks = combined.distinct(alone.candidate)
     try:
         first, whole = replace(alone, replay=False).again("together", [(ranks, micro, 1) for micro in micros], True)
-        if len(whole) == len(micros) and (sites := other_terms(alone.candidate, whole)):
+        if len(whole) == len(micros) and (sites := combined.other_terms(alone.candidate, whole)):
             return [Finding(NOTE, "", OWN_TERM.format(" and ".join(sites)))]
-        apart = at_once(alone.candidate, first, whole, reference) if len(whole) == len(micros) else {}
+        apart = combined.at_once(alone.candidate, first, whole, reference) if len(whole) == len(micros) else {}
     except NoReference:  # it has another loss, or calls that cannot be joined
         return []
     if not apart:
@@ -357,13 +336,13 @@ def _queue(candidate: Recording) -> tuple[list[Fed], NoReference]:
     for step in [step for number, step in enumerate(candidate.steps, 1) if step == number]:
         try:
             found = _backwards(candidate, step)
-            held = weights_before(candidate, step) if step > 1 else {}
+            held = combined.weights_before(candidate, step) if step > 1 else {}
         except NoReference as error:
             return queue, error
         if held:
             save_file(held, candidate.path / WEIGHTS.format(step))
         queue += found
-    size, why = turns(candidate), "" if queue else "no backward was seen"
+    size, why = combined.turns(candidate), "" if queue else "no backward was seen"
     if size > 1 and queue:  # the world of one goes through whole rounds, too, each of them one rank's
         whole = max(step for *_, step in queue) // size * size
         queue = sorted((fed for fed in queue if fed[2] <= whole), key=lambda fed: (_round(fed, size), fed[2], fed[1]))
@@ -379,7 +358,7 @@ def _round(fed: Fed, size: int) -> tuple[int, list[int]]:
 def _backwards(candidate: Recording, step: int) -> list[Fed]:
     """Every backward of a step whose data are not another rank's, too."""
     found = []
-    for rank in distinct(candidate, step):
+    for rank in combined.distinct(candidate, step):
         record = candidate.ranks[rank]
         if any(e.sense == "calls" for e in record.of(Lost)):
             raise NoReference(f"the calls of the model on rank {rank} could not be kept", "see the findings below")

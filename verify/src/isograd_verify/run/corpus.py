@@ -1,9 +1,4 @@
-"""Runs programs of the corpus under capture: the one-device reference, the bug, its clean twin; says what is found.
-
-isograd-verify bugs                       every bug once
-isograd-verify bugs --seeds 20 NAME ...   some of them, with many seeds
-isograd-verify bugs --seeds 20 --log FILE what FILE has is not run again: stopped, it goes on
-"""
+"""Runs programs of the corpus under capture: the one-device reference, the bug, its clean twin; says what is found."""
 
 from __future__ import annotations
 
@@ -18,6 +13,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +26,7 @@ from isograd_verify.compare.compare import compare
 from isograd_verify.corpus import FRAMEWORKS, PROGRAMS, SEVERAL
 from isograd_verify.errors import VerifyError, did_you_mean
 from isograd_verify.io import tempdir
-from isograd_verify.record.recording import VERSION, Recording, write_json
+from isograd_verify.record.recording import Recording, describe
 from isograd_verify.run.attach import inspect
 from isograd_verify.run.ranks import LocalRanks
 from isograd_verify.tell.findings import BUG, NOTE, Finding, Subject
@@ -46,11 +42,6 @@ class Planted:
     module: Any  # or a `program` of one
     axis: str
     tensors: str
-
-    @property
-    def framework(self) -> bool:
-        """Whether it is one of several bugs in a framework's program."""
-        return "/" in self.name
 
     @property
     def lacks(self) -> str:
@@ -79,17 +70,16 @@ def module(name: str) -> Any:
     """The program of the corpus with this name."""
     assert name in (*PROGRAMS, *FRAMEWORKS), name
     own = name.replace("-", "_")
-    several = (import_module(f"isograd_verify.corpus.{one}") for one in SEVERAL if name in PROGRAMS)
-    found = next((getattr(one, own) for one in several if hasattr(one, own)), None)
+    several = (vars(import_module(f"isograd_verify.corpus.{one}")).get(own) for one in SEVERAL)
+    found = next((one for one in several if isinstance(one, SimpleNamespace)), None)
     return found or import_module(f"isograd_verify.corpus.{own}")
 
 
 def planted(name: str) -> list[Planted]:
     """The bugs of a program: one, or those of a framework's module."""
-    if name in PROGRAMS:
-        program = module(name)
-        return [Planted(name, name, program, program.AXIS, program.TENSORS)]
     program = module(name)
+    if name in PROGRAMS:
+        return [Planted(name, name, program, program.AXIS, program.TENSORS)]
     return [Planted(f"{name}/{bug}", bug, program, axis, names) for bug, (axis, names) in program.BUGS.items()]
 
 
@@ -114,8 +104,7 @@ def every_name(names: Sequence[str]) -> list[Planted]:
 
 
 def record(name: str, argument: bool | str, seed: int, directory: str, beyond: int | None = None) -> None:
-    """One rank's run of a program, watched. A world of one has no process group of its own: it gets one. `beyond`:
-    tensors of more elements are recorded by sketches."""
+    """One rank's run of a program, watched. `beyond`: tensors of more elements are recorded by sketches."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     before = set(distributed_c10d._world.pg_map)
@@ -147,12 +136,12 @@ class Bench:
         name = what.name.partition("/")[0]
         place = self.home / f"{what.name.replace('/', '-') if bug else name}-{size}-{int(bug)}-{seed}-{beyond}"
         if not place.exists():
-            argument = (what.bug if bug else "") if what.framework else bug
+            argument = (what.bug if bug else "") if "/" in what.name else bug
             self.worlds.setdefault(size, LocalRanks(size)).run(
                 partial(record, name, argument, seed, str(place), beyond), timeout=120
             )
             layout = what.module.LAYOUT if size == what.module.WORLD else "1"
-            write_json(place / "recording.json", {"version": VERSION, "layout": layout})
+            describe(place, layout=layout)
         return Recording(place)
 
     def outcome(self, what: Planted, seed: int, beyond: int | None = None) -> Outcome:

@@ -1,8 +1,7 @@
 """Waits for a watched program, and tells a hang from patience: which rank waits in which collective, who never came.
 
-A program is taken to hang when no rank has said anything, or counted an optimizer step, for the stall limit, and the
-stacks of all of them are where they were half that time ago. Then it is stopped, with every process that it started.
-After the watched steps there is only the count, and who waits for another process, or serves one, is let be.
+A program hangs when no rank has said anything, or counted an optimizer step, for the stall limit, and the stacks of all
+are where they were half that time ago. After the watched steps who waits for another process, or serves one, is let be.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from collections import defaultdict
 from pathlib import Path
 
 from isograd_verify.errors import VerifyError
-from isograd_verify.judge.checks.traffic import signature
+from isograd_verify.judge.checks.traffic import called, signature
 from isograd_verify.record.events import Collective
-from isograd_verify.record.recording import STEPS, RankRecord, Recording
+from isograd_verify.record.recording import STEPS, RankRecord, Recording, ranks_so_far
 from isograd_verify.tell.findings import BUG, Finding
-from isograd_verify.tell.wording import finding, spell
-from isograd_verify.watch.claim import alive
+from isograd_verify.tell.wording import spell
 from isograd_verify.watch.foreign import ENGINE
+from isograd_verify.watch.life import alive
 
 
 def wait(process: subprocess.Popen[bytes], directory: Path, stall: float) -> Finding | None:
@@ -55,21 +54,14 @@ def wait(process: subprocess.Popen[bytes], directory: Path, stall: float) -> Fin
 
 def watching(directory: Path) -> bool:
     """Whether some rank's capture is still under way: later only optimizer steps are counted."""
-    return any('"watching": true' in path.read_text() for path in directory.glob("rank-*/rank.json"))
+    return any(about.get("watching") for about in ranks_so_far(directory).values())
 
 
 def _progress(directory: Path) -> tuple[float, list[bytes]]:
     """When the last event was written, and the counts of optimizer steps of the ranks that have not finished."""
     written = max((log.stat().st_mtime for log in directory.glob("rank-*/events.jsonl")), default=0.0)
-    homes = [path for path in sorted(directory.glob("rank-*")) if '"finished": false' in _about(path)]
+    homes = [home for home, about in ranks_so_far(directory).items() if not about.get("finished")]
     return written, [(home / STEPS).read_bytes() for home in homes if (home / STEPS).exists()]
-
-
-def _about(home: Path) -> str:
-    try:
-        return (home / "rank.json").read_text()
-    except FileNotFoundError:
-        return ""
 
 
 OURS = r"/torch/|/isograd_verify/(?!corpus)|^<|contextlib|threading\.py"
@@ -88,17 +80,12 @@ def _stuck(stacks: dict[Path, str]) -> bool:
 def stacks(directory: Path) -> dict[Path, str]:
     """Each rank's main stack, as the rank itself writes it when it is sent the signal that it has a handler for."""
     sizes = {path: path.stat().st_size for path in directory.glob("rank-*/stacks.txt")}
-    for path in sizes:
-        pid = _pid(path.parent)
-        if pid in processes(directory):
-            os.kill(pid, signal.SIGUSR2)
+    running = processes(directory)
+    for home, about in ranks_so_far(directory).items():
+        if home / "stacks.txt" in sizes and about.get("pid") in running:
+            os.kill(about["pid"], signal.SIGUSR2)
     time.sleep(0.5)
     return {path.parent: path.read_text()[size:] for path, size in sizes.items()}
-
-
-def _pid(home: Path) -> int:
-    found = re.search(r'"pid": (\d+)', (home / "rank.json").read_text())
-    return int(found[1]) if found else 0
 
 
 def place(stack: str) -> str:
@@ -118,7 +105,8 @@ def describe(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
     parted = _all_parted(recording)
     at = {r.rank: _at(r, where) for r in recording.ranks}
     if not parted:
-        last = "; ".join(f"rank {r.rank}: {_last(r)}{at[r.rank]}" for r in recording.ranks)
+        seen = {r.rank: [f"last seen in {e.op} at {e.site}," for e in r.of(Collective)][-1:] for r in recording.ranks}
+        last = "; ".join(f"rank {r}: {''.join(told) or 'no collective yet,'}{at[r]}" for r, told in seen.items())
         return Finding(BUG, "", f"hang: nothing happened for {stall:g} s; {last}")
     group, number, here = min(parted, key=lambda p: min(e.start for e in p[2].values()))
     sentence = f"hang: {_who(here, 'wait', ' in')} (collective {number + 1} over {spell(group)})"
@@ -126,7 +114,7 @@ def describe(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
     if behind:
         sentence += f", which {spell(behind)} never reached"
         sentence += "".join(f"; rank {r}{at[r]}" for r in behind[:3])
-    return finding(BUG, "order", sentence, axis=spell(group))
+    return Finding(BUG, "order", sentence, axis=spell(group))
 
 
 def silent(stall: float, where: dict[Path, str]) -> Finding:
@@ -145,7 +133,7 @@ def crash(recording: Recording) -> Finding | None:
         return None
     group, number, here = min(parted, key=lambda p: min(e.start for e in p[2].values()))
     sentence = f"before the program failed: {_who(here, 'call', '')} (collective {number + 1} over {spell(group)})"
-    return finding(BUG, "order", sentence, axis=spell(group))
+    return Finding(BUG, "order", sentence, axis=spell(group))
 
 
 def _who(here: dict[int, Collective], verb: str, preposition: str) -> str:
@@ -158,24 +146,15 @@ def _who(here: dict[int, Collective], verb: str, preposition: str) -> str:
 
 
 def _all_parted(recording: Recording) -> list[tuple[tuple[int, ...], int, dict[int, Collective]]]:
-    by_group: dict[tuple[int, ...], dict[int, list[Collective]]] = defaultdict(dict)
-    for record in recording.ranks:
-        for event in record.of(Collective):
-            if event.op not in ("send", "recv") and record.rank in event.group:
-                by_group[event.group].setdefault(record.rank, []).append(event)
-    return [p for group, members in by_group.items() if (p := _parted(group, members)) is not None]
-
-
-def _parted(
-    group: tuple[int, ...], members: dict[int, list[Collective]]
-) -> tuple[tuple[int, ...], int, dict[int, Collective]] | None:
-    """(group, number, who is there): the first collective of a group in which its members do not meet."""
-    calls = {rank: members.get(rank, []) for rank in group}
-    for number in range(max(map(len, calls.values()))):
-        here = {rank: events[number] for rank, events in calls.items() if number < len(events)}
-        if len(here) < len(group) or len({signature(e) for e in here.values()}) > 1:
-            return group, number, here
-    return None
+    """(group, number, who is there): of each group the first collective in which its members do not meet."""
+    found = []
+    for group, calls in called(recording).items():
+        for number in range(max(map(len, calls.values()))):
+            here = {rank: events[number] for rank, events in calls.items() if number < len(events)}
+            if len(here) < len(group) or len({signature(e) for e in here.values()}) > 1:
+                found.append((group, number, here))
+                break
+    return found
 
 
 def _at(record: RankRecord, where: dict[Path, str]) -> str:
@@ -185,21 +164,15 @@ def _at(record: RankRecord, where: dict[Path, str]) -> str:
     return f" is at {found}" if found else ""
 
 
-def _last(record: RankRecord) -> str:
-    events = record.of(Collective)
-    return f"last seen in {events[-1].op} at {events[-1].site}," if events else "no collective yet,"
-
-
 # -- the end of it -----------------------------------------------------------------------------------------------
 
 
 def processes(directory: Path) -> set[int]:
-    """Everything that the program started and that still runs, wherever it hangs in the tree of processes: the name
-    of the recording is in their environment. Without /proc: the ranks."""
+    """Everything that the program started and that still runs, by the recording's name in its environment."""
     mark = f"ISOGRAD_VERIFY={directory.resolve()}\0".encode()
     found = set()
     if not os.path.isdir("/proc/self"):
-        return {pid for home in directory.glob("rank-*") if (pid := _pid(home)) and alive(pid)}
+        return {pid for about in ranks_so_far(directory).values() if (pid := int(about.get("pid", 0))) and alive(pid)}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (entry / "environ").read_bytes() and int(entry.name) != os.getpid():

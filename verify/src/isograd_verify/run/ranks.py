@@ -1,9 +1,4 @@
-"""Local ranks for the corpus: processes that are started once, meet in a folder, and run one function after another.
-
-ranks = LocalRanks(2)
-values = ranks.run(train, "dp2")     # train("dp2") on both; what each returned
-ranks.close()
-"""
+"""Local ranks for the corpus: processes that are started once, meet in a folder, and run one function after another."""
 
 from __future__ import annotations
 
@@ -78,16 +73,17 @@ class LocalRanks:
         answers: dict[int, tuple[bool, Any, float]] = {}
         end = time.monotonic() + (1e9 if timeout is None else timeout + GRACE)
         failed = False
-        while len(answers) < self.nproc and time.monotonic() < end:
-            silent = [rank for rank in range(self.nproc) if rank not in answers]
-            for rank in silent:
-                if self._pipes[rank] in wait([self._pipes[r] for r in silent], 0.2):
-                    try:
-                        answers[rank] = self._pipes[rank].recv()
-                    except (EOFError, OSError):
-                        self._processes[rank].join(STOP)
-                        code = self._processes[rank].exitcode
-                        answers[rank] = (False, f"the process ended with exit code {code}", time.monotonic())
+        silent = dict(zip(self._pipes, range(self.nproc), strict=True))
+        while silent and time.monotonic() < end:
+            ready = wait([*silent], 0.2)
+            for pipe in [pipe for pipe in silent if pipe in ready]:
+                rank = silent.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    self._processes[rank].join(STOP)
+                    code = self._processes[rank].exitcode
+                    answers[rank] = (False, f"the process ended with exit code {code}", time.monotonic())
             if not failed and any(not good for good, *_ in answers.values()):
                 failed, end = True, min(end, time.monotonic() + GRACE)
         wrong = sorted((when, rank, text) for rank, (good, text, when) in answers.items() if not good)

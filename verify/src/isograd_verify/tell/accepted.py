@@ -1,12 +1,10 @@
-"""Findings that somebody has accepted: they become notes, and fail nothing.
+"""Findings that somebody has accepted: they become notes, and fail nothing (docs/verify-in-ci.md).
 
     loss = sum_of(x)  # isograd: accept accum-undivided the sum is meant     at the line of a finding, or above it
     [tool.isograd.verify.accept]                                             in pyproject.toml, for the whole project
-    accum-undivided = "the sum is meant"
     isograd-verify run --baseline report.json ...                            what an earlier --json report has said
 
-A comment in a program's own file also accepts a finding that no line is known of. The code is the finding's id, or
-`unnamed`.
+A comment in a program's own file also accepts a finding that no line is known of.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What the verifier says: findings, gathered by subject (one layout, or one watched run).
 
 Three verdicts, never merged: PASS (compared, and equal to rounding), BUG (shown to be wrong), INCONCLUSIVE (could not
-be told, with the reason). A report is ok only when every subject passed. It prints as a table, and `data()` is the
-plain JSON that `--json` writes and the HTML page is drawn from.
+be told, with the reason).
 """
 
 from __future__ import annotations
@@ -12,13 +11,15 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from isograd_verify.tell.catalogue import BUGS
+
 PASS, BUG, INCONCLUSIVE, NOTE = "PASS", "BUG", "INCONCLUSIVE", "NOTE"
 EXIT = {PASS: 0, BUG: 3, INCONCLUSIVE: 4}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing found, as a sentence with its evidence. A NOTE changes no verdict."""
+    """One thing found, as a sentence with its evidence. A bug of the catalogue has its usual cause and place."""
 
     verdict: str
     bug: str  # id in docs/bugs.md, "" when the symptom fits none
@@ -29,6 +30,11 @@ class Finding:
     cause: str = ""  # what usually causes it
     look: str = ""  # where to look
     site: str = ""  # 'train.py:33 in step': the line of the program that it is about, or its backward's
+
+    def __post_init__(self) -> None:
+        if self.bug and not (self.cause or self.look):
+            object.__setattr__(self, "cause", BUGS[self.bug].cause)
+            object.__setattr__(self, "look", BUGS[self.bug].look)
 
 
 @dataclass
@@ -41,9 +47,7 @@ class Subject:
     findings: list[Finding] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)  # tensor -> worst relative error over ranks and blocks
     by_rank: dict[str, list[float | None]] = field(default_factory=dict)  # tensor -> error on each rank that holds it
-    timeline: list[list[dict[str, Any]]] = field(
-        default_factory=list
-    )  # per rank: op, group, bytes, start, seconds, ...
+    timeline: list[list[dict[str, Any]]] = field(default_factory=list)  # per rank: op, group, bytes, start, ...
     facts: dict[str, str] = field(default_factory=dict)  # "loss" -> "equal to 3e-16", "overhead" -> "12 %"
     uncompared: dict[str, str] = field(default_factory=dict)  # gradients without a comparison -> why
     schedule: dict[str, str] = field(default_factory=dict)  # of a pipeline, as measured: "text" and "svg"

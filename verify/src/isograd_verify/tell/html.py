@@ -1,8 +1,7 @@
 """The report as one HTML file: a wrong gradient is found faster in a picture than in a table of numbers.
 
-The file is read on machines without a network, sent by mail and kept with a run, so it carries all it needs. Every
-text in it comes from a model or a path and may hold anything, so everything goes through `_text`. What JavaScript
-adds is comfort (quick tooltips, opening a section that a link names); nothing is hidden without it.
+It carries all it needs. Every text in it comes from a model or a path and may hold anything, so everything goes through
+`_text`. What JavaScript adds is comfort; nothing is hidden without it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A report: subjects and their verdict, as plain JSON data and for the terminal.
-
-The terminal shows layouts against classes of parameters, the worst error, the verdict, and the sentences.
-"""
+"""A report: subjects and their verdict, as plain JSON data and for the terminal."""
 
 from __future__ import annotations
 
@@ -157,12 +154,9 @@ def timeline(recording: Recording) -> list[list[dict[str, Any]]]:
     lanes = []
     for record in recording.ranks:
         events = record.of(Collective)[:MOST_EVENTS]
-        lanes.append([{"group": ",".join(map(str, e.group)), **_said(e, keys)} for e in events])
+        told = [{key: value for key in keys if (value := getattr(e, key)) is not None} for e in events]
+        lanes.append([{"group": ",".join(map(str, e.group)), **of} for e, of in zip(events, told, strict=True)])
     return lanes
-
-
-def _said(event: Collective, keys: tuple[str, ...]) -> dict[str, Any]:
-    return {k: value for k in keys if (value := getattr(event, k)) is not None}
 
 
 def _finite(value: Any) -> Any:

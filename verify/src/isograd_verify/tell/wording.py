@@ -1,4 +1,4 @@
-"""Words that every check uses: a finding with its usual cause, ranks spelled out, and the axis along which they lie."""
+"""Words that every check uses: ranks spelled out, the axis along which they lie, and what a factor may come from."""
 
 from __future__ import annotations
 
@@ -8,23 +8,8 @@ from isograd_verify import tolerances
 from isograd_verify.record.axes import AXES, FOLDED, Axes
 from isograd_verify.record.events import Collective, Key, Step, micro_of, use_of
 from isograd_verify.record.recording import Recording
-from isograd_verify.tell.catalogue import BUGS, TWICE
+from isograd_verify.tell.catalogue import TWICE
 from isograd_verify.tell.findings import NOTE, Finding
-
-
-def finding(
-    verdict: str,
-    bug: str,
-    sentence: str,
-    *,
-    tensors: tuple[str, ...] = (),
-    axis: str = "",
-    coefficients: tuple[tuple[str, float], ...] = (),
-    site: str = "",
-) -> Finding:
-    """A finding of a bug of the catalogue ('' for none), with what usually causes it and where to look."""
-    cause, look = (BUGS[bug].cause, BUGS[bug].look) if bug else ("", "")
-    return Finding(verdict, bug, sentence, tensors, axis, coefficients, cause, look, site)
 
 
 def left_out(recording: Recording) -> list[Finding]:
@@ -79,17 +64,18 @@ def spread(values: Iterable[float]) -> float:
 def labelled(found: dict[Key, float]) -> tuple[tuple[str, float], ...]:
     """Coefficients with their names, for bars; micro-batches and ranks that are alike are one."""
     ranks, micros = {k for k, _ in found}, {m for _, m in found}
-    if len(micros) > 1 and all(_alike([c for (k, _), c in found.items() if k == rank]) for rank in ranks):
+    if len(micros) > 1 and all(equal([c for (k, _), c in found.items() if k == rank]) for rank in ranks):
         found = {(k, 0): c for (k, _), c in found.items()}
     elif (
-        len(ranks) > 1 and len(micros) > 1 and all(_alike([c for (_, j), c in found.items() if j == m]) for m in micros)
+        len(ranks) > 1 and len(micros) > 1 and all(equal([c for (_, j), c in found.items() if j == m]) for m in micros)
     ):
         return tuple((_micro(m), c) for m, c in sorted({m: c for (_, m), c in found.items()}.items()))
     several = len({m for _, m in found}) > 1
     return tuple((f"rank {k}, {_micro(m)}" if several else f"rank {k}", c) for (k, m), c in sorted(found.items()))
 
 
-def _alike(values: list[float]) -> bool:
+def equal(values: Iterable[float]) -> bool:
+    """Whether numbers are one number, to the precision of a factor."""
     return spread(values) <= tolerances.FACTOR
 
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from isograd_verify.record.sketch import digest
 from isograd_verify.watch import foreign
-from isograd_verify.watch.randomness import generators
 from isograd_verify.watch.stages import StageCalls
-from isograd_verify.watch.variables import found, variables, walk
+from isograd_verify.watch.variables import found, generators, variables, walk
 
 if TYPE_CHECKING:
     from isograd_verify.watch.capture import Capture
@@ -37,8 +36,8 @@ def file_of(step: int, micro: int, call: int, kind: str = GRAPH) -> str:
 
 
 def outermost(capture: Capture, module: nn.Module) -> str:
-    """How a model that learns is called, '' where a part of it is, or no such model: with a graph, or without one by a
-    program that trains it."""
+    """How a model that learns is called: with a graph, or without one by a program that trains it; '' of a part, or
+    none."""
     if capture.stack or torch._C._current_graph_task_id() != -1 or foreign.functional():
         return ""
     kind = GRAPH if torch.is_grad_enabled() else CACHE if module.training else ""

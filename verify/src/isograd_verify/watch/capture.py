@@ -1,12 +1,9 @@
 """Watches one rank of a running program, without changing it, and writes its part of a recording.
 
-    with Capture(directory, steps=3):
-        train()                       # any program: plain, DDP, FSDP2, DTensor, DeepSpeed, isograd
-
-In the optimizer steps that are watched (steps.py) it notes events in order (record/events.py has every kind),
-and as tensors, per step: `part/MICRO/NAME`, the sketch of what one backward added to a parameter on this rank, before
-any communication; `final/NAME` and `sum/NAME`, the gradient before clip and its sketch; `clipped/NAME`, the sketch of
-what the optimizer received; `parameter/NAME` before and `after/NAME` behind the step; and when `activations` is set,
+In the optimizer steps that are watched it notes events in order (record/events.py has every kind), and as tensors, per
+step: `part/MICRO/NAME`, the sketch of what one backward added to a parameter on this rank, before any communication;
+`final/NAME` and `sum/NAME`, the gradient before clip and its sketch; `clipped/NAME`, the sketch of what the optimizer
+received; `parameter/NAME` before and `after/NAME` behind the step; and when `activations` is set,
 `in|out|back/MICRO/NUMBER/MODULE#CALL`. How each is obtained is told beside each hook in hooks.py.
 """
 
@@ -27,21 +24,20 @@ from isograd_verify.watch.collectives import WatchMode
 from isograd_verify.watch.fused import Fused
 from isograd_verify.watch.hooks import Hooks
 from isograd_verify.watch.labels import Labels
-from isograd_verify.watch.recorder import Recorder
+from isograd_verify.watch.life import Steps
+from isograd_verify.watch.recorder import Recorder, gradient_of, number_of
 from isograd_verify.watch.rewritten import Rewrites
 from isograd_verify.watch.routing import Routing
-from isograd_verify.watch.sites import call_site
-from isograd_verify.watch.sketching import gradient_of, number_of
 
 LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
 MOST_MICROS = 512  # backwards without an optimizer step, after which nothing more is expected
 
 
 class Capture(Recorder):
-    """`steps`: which are watched (steps.py). `parameters`: write these and gradients as a whole, too: only `verify
+    """`steps`: which are watched (life.Steps). `parameters`: write these and gradients as a whole, too: only `verify
     compare` needs more than sketches. `lenient`: an error of the capture's own ends the watching, and is told, instead
     of ending the program. `replay`: a recording whose choices of experts are taken (routing.py). `beyond`: tensors of
-    more elements are kept by sketches alone (sketching.py)."""
+    more elements are kept by sketches alone (recorder.Sketching)."""
 
     watch: WatchMode
     hooks: Hooks
@@ -57,7 +53,8 @@ class Capture(Recorder):
         replay: Path | None = None,
         beyond: int | None = None,
     ) -> None:
-        super().__init__(Path(directory), lenient, steps, activations, limit, parameters, beyond)
+        super().__init__(Path(directory), lenient, limit, parameters, beyond)
+        self.steps, self.activations = Steps.of(steps), activations
         self.labels, self.fused = Labels(self), Fused(self)
         self.routing = Routing(self, replay)
         self.rewrites = Rewrites(self)
@@ -69,7 +66,9 @@ class Capture(Recorder):
         self.close_step()
         if not self.active:
             return
-        if self.micro >= 0 and self._thrown_away():
+        added = [p for n, p in self.learn_names().items() if n in self.part_shapes] if self.micro >= 0 else []
+        held = [p.held if isinstance(p, foreign.FlatPiece) else p.grad for p in added]
+        if added and not any(g is not None and bool(foreign.local(g).any()) for g in held):  # gradients thrown away
             self.cleared = self.micro + 1
             if self.snapped:  # the norm was looked at, and the step left out: as after an overflow
                 self.drop_before(self.cleared)
@@ -85,14 +84,9 @@ class Capture(Recorder):
             self.held = [root() for _, root in self.roots]
         self.snapped = False
         summed = bool(roots) and all(map(self.watch.means.is_sum, roots))
-        at, loss = call_site(self.base), self.reduced
+        at, loss = foreign.call_site(self.base), self.reduced
         self.event(Backward(*self.now, site=at, loss=loss, summed=summed, scaled=scaled))
         self.reduced = ""
-
-    def _thrown_away(self) -> bool:
-        """Whether no parameter still has what earlier backwards of this step added to it."""
-        added = [p for n, p in self.learn_names().items() if n in self.part_shapes]
-        return bool(added) and not any(map(foreign.holds_gradient, added))
 
     def drop_before(self, micro: int) -> None:
         """Forgets what backwards before this micro-batch added: their gradients were thrown away."""
@@ -101,10 +95,8 @@ class Capture(Recorder):
 
     def snapshot(self, gradients: dict[str, Tensor] | None = None, talk: bool = True) -> None:
         """The gradients as they are before clip: taken where clipping is called, else at the optimizer's door.
-
         `gradients`: whole ones that an engine gives by name; else every parameter's own `grad`. `talk`: the other
-        ranks are here too, so a DTensor may be brought into place.
-        """
+        ranks are here too, so a DTensor may be brought into place."""
         if self.snapped:
             return
         self.snapped = True

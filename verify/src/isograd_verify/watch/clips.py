@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isograd_verify import tolerances
-from isograd_verify.record.events import ScaledClip
+from isograd_verify.record.events import Norm, ScaledClip
 from isograd_verify.watch import foreign
 from isograd_verify.watch.recorder import Recorder
-from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.terms import SCALED, scaled
 
 
@@ -53,10 +52,10 @@ class Clips:
     def install(self, wrap: Callable[[Any, str, Callable[..., Any]], None]) -> None:
         """`wrap`: puts a function around another one."""
         for home in (torch.nn.utils, torch.nn.utils.clip_grad):
-            wrap(home, "clip_grad_norm_", self._to_norm)
-            wrap(home, "clip_grad_value_", self._values)
-        wrap(torch.nn.utils, "clip_grads_with_norm_", self._with_norm)
-        wrap(foreign.FullyShardedDataParallel, "clip_grad_norm_", self._to_norm)
+            wrap(home, "clip_grad_norm_", self._clips)
+            wrap(home, "clip_grad_value_", self._clips)
+        wrap(torch.nn.utils, "clip_grads_with_norm_", self._clips)
+        wrap(foreign.FullyShardedDataParallel, "clip_grad_norm_", self._clips)
         sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
         for scaler in filter(
             None, (getattr(torch.amp, "GradScaler", None), getattr(sharded, "ShardedGradScaler", None))
@@ -66,30 +65,21 @@ class Clips:
         if hasattr(torch.amp, "GradScaler"):
             wrap(torch.amp.GradScaler, "step", self._steps)
 
-    def _to_norm(self, original: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+    def _clips(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        """A clip to a norm, which it returns or is given, or of each element."""
         parameters = _listed(parameters)
         self.capture.guarded(self.capture.snapshot)()
-        result = original(parameters, max_norm, *args, **kwargs)
-        self.capture.guarded(self._note, "norms")(parameters, max_norm, result)
+        result = original(parameters, *args, **kwargs)
+        bound, given = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value")), [*args[1:2], None][0]
+        with_norm = original.__name__.endswith("clip_grads_with_norm_")
+        norm = kwargs.get("total_norm", given) if with_norm else result
+        self.capture.guarded(self._note, "norms")(parameters, bound, norm)
         return result
 
-    def _with_norm(self, original: Any, parameters: Any, max_norm: float, total_norm: Tensor, *a: Any, **k: Any) -> Any:
-        """Clipping by a norm that the program computed itself: it tells the norm."""
-        parameters = _listed(parameters)
-        self.capture.guarded(self.capture.snapshot)()
-        self.capture.guarded(self._note, "norms")(parameters, max_norm, total_norm)
-        return original(parameters, max_norm, total_norm, *a, **k)
-
-    def _values(self, original: Any, parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
-        parameters = _listed(parameters)
-        self.capture.guarded(self.capture.snapshot)()
-        self.capture.guarded(self._note, "norms")(parameters, clip_value, None)
-        return original(parameters, clip_value, *args, **kwargs)
-
     def _note(self, parameters: Any, bound: float, norm: Any) -> None:
-        c, site = self.capture, call_site(self.capture.base)
+        c, site = self.capture, foreign.call_site(self.capture.base)
         if isinstance(norm, Tensor) and not isinstance(norm, foreign.DTensor):
-            c.norm(float(norm), site)
+            c.event(Norm(*c.now, value=float(norm), site=site))
         held = [*parameters.parameters()] if isinstance(parameters, nn.Module) else parameters
         self.clips = [clip for clip in self.clips if clip.backwards == c.backwards]
         self.clips.append(Clip([held] if isinstance(held, Tensor) else held, float(bound), norm, site, c.backwards))

@@ -1,9 +1,5 @@
 """Sees every operator of a running program through a dispatch mode, and notes the few kinds that matter.
 
-    collectives       op, members, dtype, bytes, call site, module, phase; whether it cut the autograd graph
-    token losses      how many labels counted, and the weight each label's gradient got
-    random draws      which module drew, so that replicas can be held to equal masks
-
 Everything else passes through. DTensors are sent on to their own rule first, so what they do to real tensors is seen.
 """
 
@@ -17,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from isograd_verify.record.events import REDUCING
+from isograd_verify.record.events import REDUCING, End, Logits
 from isograd_verify.watch import foreign, rows
 from isograd_verify.watch.flows import OUTPUTS, Flows
 from isograd_verify.watch.labels import Labels
@@ -25,7 +21,6 @@ from isograd_verify.watch.means import SEEN, Means
 from isograd_verify.watch.recorder import Recorder
 from isograd_verify.watch.rewritten import Rewrites
 from isograd_verify.watch.routing import Routing
-from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.states import States
 from isograd_verify.watch.terms import TermTracker
 
@@ -57,9 +52,7 @@ class WatchMode(TorchDispatchMode):
         self.off = False
         self.lost: set[str] = set()  # senses that an error has ended
         self.flows, self.states = Flows(), States(listener)
-        self.means = Means(labels.mean, lambda: call_site(listener.base))
-        self.terms = TermTracker(listener.term)
-        self.sites: dict[int, str] = {}  # where a loss was called, by the memory of its total, which backward gets
+        self.means, self.terms = Means(listener), TermTracker(listener)
         self.loopback: Callable[[str, dict[str, Any]], Any] | None = None  # how a world of one sends to itself
         self.open: tuple[int, float] | None = None  # the collective last issued: it ends when the next operator runs
 
@@ -109,7 +102,7 @@ class WatchMode(TorchDispatchMode):
         if self.open is not None:
             self._end()
         if self.means.fresh:
-            self._try("means", self.means.hook_fresh, self.listener.guarded)
+            self._try("means", self.means.hook_fresh)
         if self.terms.fresh:
             self._try("terms", self.terms.note_fresh)
         if handler is None:
@@ -128,7 +121,7 @@ class WatchMode(TorchDispatchMode):
         """An operator made one number."""
         many = any(type(t) is Tensor and t.requires_grad and t.dim() for t in args)
         if many and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.listener.reduced = call_site(self.listener.base)
+            self.listener.reduced = foreign.call_site(self.listener.base)
             self.terms.made(result, self.listener.reduced)
 
     def _try(self, sense: str, what: Callable[..., Any], *args: Any) -> Any:
@@ -163,7 +156,8 @@ class WatchMode(TorchDispatchMode):
         assert self.open is not None
         number, began = self.open
         self.open = None
-        self.listener.ended(number, time.time() - began)
+        if self.listener.writer is not None:
+            self.listener.writer.event(End(*self.listener.now, n=number, seconds=time.time() - began))
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         began = time.perf_counter()
@@ -202,23 +196,13 @@ class WatchMode(TorchDispatchMode):
         return handler
 
     def _labels(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        counted = float(_counted(args, 1, 4, result[1]))
-        classes = args[0].shape[1] if args[0].dim() > 1 else 1
-        total = float(result[0].detach().double().sum())  # of the mean: itself
-        value = total if int(args[3]) == 1 or not counted else total / counted
-        self.labels.token_loss(int(args[3]), counted, classes, value)
-        site = self.sites[result[1].data_ptr()] = call_site(self.listener.base)
+        site = self.labels.forward(args, result)
         if result[0].dim() == 0:
             self.terms.made(result[0], site)
 
     def _loss_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._try("labels", self._label_weights, args)
+        self._try("labels", self.labels.backward, args)
         return func(*args, **kwargs)
-
-    def _label_weights(self, args: Any) -> None:
-        labels = args[2][args[2] != args[5]]
-        count, site = float(_counted(args, 2, 5, args[6])), self.sites.get(args[6].data_ptr(), "")
-        self.labels.token_weight(int(args[4]), count, args[0], labels, site)
 
     def _logit_shift(self, args: Any) -> None:
         """Under torch's loss_parallel, log_softmax has no backward of its own. A softmax does not see a number that is
@@ -226,7 +210,8 @@ class WatchMode(TorchDispatchMode):
         tells its part of that sum, over all rows with random signs."""
         gradient = foreign.local(args[0]).detach().double().movedim(args[2], -1).flatten(0, -2)
         signs = torch.randn(len(gradient), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        self.listener.logit_shift(float(gradient.sum(1) @ signs), float(gradient.abs().sum(1) @ signs.abs()))
+        shift, size = float(gradient.sum(1) @ signs), float(gradient.abs().sum(1) @ signs.abs())
+        self.listener.event(Logits(*self.listener.now, shift=shift, size=size))
 
     def _choice(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
@@ -237,10 +222,11 @@ class WatchMode(TorchDispatchMode):
         """Of a choice along another dimension, or of the smallest, `scores` have no rows of the same length."""
         plain = len(args) < 3 or args[2] in (-1, args[0].dim() - 1)
         scores = args[0] if plain and (len(args) < 4 or args[3]) else indices
-        return self.routing.chosen(scores, indices, call_site(self.listener.base))
+        return self.routing.chosen(scores, indices, foreign.call_site(self.listener.base))
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.listener.drew()
+        if self.listener.drawn:
+            self.listener.drawn[-1] = True
         return func(*args, **kwargs)
 
 
@@ -257,8 +243,3 @@ class _Call:
         self.peer = self.ranks[to] if type(to) is int and 0 <= to < len(self.ranks) else -1
         self.cuts = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
         self.reduce = named["reduce_op"] if isinstance(named.get("reduce_op"), str) else ""
-
-
-def _counted(args: Any, target: int, ignore: int, total: Tensor) -> Tensor:
-    """How many labels count: torch's own total, which it leaves at zero for unreduced losses."""
-    return total if float(total) else (args[target] != args[ignore]).sum()

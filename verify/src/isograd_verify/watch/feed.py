@@ -1,9 +1,9 @@
 """Gives a program, run as a world of one, the data of an earlier run of it: each call of its model gets what a call of
 some rank was made with (calls.py), and each backward is recorded by itself, as an optimizer step of its own.
 
-The program goes through its own loop with its own loss. Its first step is left as it is, to see how much a label weighs
-on one device; then calls are fed. Optimizers find no gradients; weights, and what modules carry from step to step, are
-those with which the other run's step began. After the last call the process ends: what follows would train on nothing.
+Its first step is left as it is, to see how much a label weighs on one device; then calls are fed. Optimizers find no
+gradients; weights, and what modules carry from step to step, are those with which the other run's step began. After the
+last call the process ends: what follows would train on nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from isograd_verify.io.untrusted import CONFIG, read_json
 from isograd_verify.record.recording import BEHIND, WEIGHTS, load
 from isograd_verify.watch import foreign
 from isograd_verify.watch.calls import CACHE, GRAPH, file_of, joined, outermost, states, total
-from isograd_verify.watch.randomness import set_generators
-from isograd_verify.watch.sites import call_site
-from isograd_verify.watch.steps import Steps
-from isograd_verify.watch.variables import found
+from isograd_verify.watch.life import Steps
+from isograd_verify.watch.variables import found, set_generators
 
 if TYPE_CHECKING:
     from isograd_verify.watch.capture import Capture
@@ -48,7 +46,7 @@ class Loopback:
         tag = named["tag"]
         for tensor in named["tensors"]:
             if op == "recv" and not self.sent[tag]:
-                self.waiting[tag].append((tensor, call_site(self.base)))
+                self.waiting[tag].append((tensor, foreign.call_site(self.base)))
             elif op == "recv":
                 tensor.copy_(self.sent[tag].pop(0).view(tensor.shape))
             elif self.waiting[tag]:
@@ -180,8 +178,7 @@ class Feed:
                 self.start[name] = foreign.local(parameter).detach().clone()
 
     def _set_weights(self, step: int) -> None:
-        """All weights, also of a model that follows this one, are those with which the other run's step began; what
-        learned there learns here."""
+        """All weights, and which of them learn, are those with which the other run's step began."""
         held = load(self.home / WEIGHTS.format(step)) if step > 1 else self.start
         for name, parameter in self.capture.learn_names().items():
             here = foreign.local(parameter).data
@@ -233,8 +230,8 @@ class Feed:
         self._leave_states()
 
     def _withhold(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Behind the capture's own hook: an optimizer without gradients changes nothing. One that is given a closure
-        makes them inside its step."""
+        """Behind the capture's hook: an optimizer without gradients changes nothing; a closure makes them in its
+        step."""
         self.cached = False
         self._remember()
         closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None

@@ -1,8 +1,7 @@
 """Which collectives without a backward have a say in the loss: those are wrong, one for a metric is not.
 
-Such a call on a tensor that needs a gradient leaves a mark on what it returns. Every operator that is given a marked
-tensor passes the mark on to what it makes of it; tensors are known by their memory, so views are, too. When backward
-begins, the marks of what it begins with tell which calls are part of the loss, and how:
+Such a call on a tensor that needs a gradient leaves a mark on what it returns, and every operator passes marks on to
+what it makes; tensors are known by their memory. The marks of what a backward begins with tell which calls count:
 
     cut      no gradient comes back through the call
     others   only what other ranks gave reaches the loss: this rank's own part was put back in, with its gradient
@@ -66,7 +65,9 @@ class Flows:
         places = zip(func._schema.arguments, args, strict=False)
         written = [v for a, v in places if a.alias_info is not None and a.alias_info.is_write]
         if name == "copy_" and args[1].requires_grad:
-            self._restore(args[0])
+            # Over a part of what was gathered: the own part, in every known use.
+            known = self.marks.get(memory(args[0]), (None, {}))[1]
+            known |= {number: OTHERS for number, how in known.items() if how == CUT}
             found = self.of(strided(args))
         for t in [*strided(written), *strided(result)]:
             if t.is_floating_point() or t.is_complex():  # a choice among numbers has no gradient to lose
@@ -88,11 +89,6 @@ class Flows:
             self.marks[key] = StorageWeakRef(t.untyped_storage()), {}
         known = self.marks[key][1]
         known |= {number: min(how, known.get(number, how)) for number, how in marks.items()}
-
-    def _restore(self, t: Tensor) -> None:
-        """Something with a gradient is written over a part of what was gathered: the own part, in every known use."""
-        _, known = self.marks.get(memory(t), (None, {}))
-        known |= {number: OTHERS for number, how in known.items() if how == CUT}
 
 
 def memory(t: Tensor) -> int:

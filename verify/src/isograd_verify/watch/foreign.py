@@ -8,7 +8,6 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # path segments that wrappers add
@@ -104,13 +103,6 @@ def members(group: Any) -> tuple[int, ...]:
         return tuple(range(group.size())) if hasattr(group, "size") else ()
 
 
-def flat_modules(module: torch.nn.Module) -> Iterator[tuple[str, FullyShardedDataParallel]]:
-    """FSDP1's modules with parameters of their own, each with its name in `module`."""
-    for name, child in module.named_modules():
-        if isinstance(child, FullyShardedDataParallel) and child._handle is not None:
-            yield plain_name(name), child
-
-
 def flat(parameter: Tensor) -> bool:
     """Whether a parameter is FSDP1's flat one, of many joined into one."""
     return bool(getattr(parameter, "_is_flat_param", False))
@@ -155,12 +147,6 @@ def views(module: FullyShardedDataParallel) -> dict[str, Tensor]:
         if isinstance(value, Tensor) and value.grad_fn is not None:
             found[plain_name(name)] = value
     return found
-
-
-def holds_gradient(parameter: Held) -> bool:
-    """Whether what backwards have added so far is still there."""
-    gradient = parameter.held if isinstance(parameter, FlatPiece) else parameter.grad
-    return gradient is not None and bool(local(gradient).any())
 
 
 def whole_shape(parameter: Held) -> tuple[int, ...]:
@@ -210,19 +196,13 @@ def box_of(parameter: Held) -> tuple[tuple[int, int], ...] | None:
     return None
 
 
-def replicated(parameter: Tensor) -> bool:
-    """Whether a DTensor is whole on every rank."""
-    return isinstance(parameter, DTensor) and all(isinstance(p, Replicate) for p in parameter.placements)
-
-
 def shell(module: torch.nn.Module) -> bool:
     """Whether a module only wraps the user's model ('module.' in front of every name)."""
     return type(module).__name__ in SHELLS
 
 
 def coefficients(module: torch.nn.Module) -> dict[str, float]:
-    """What the config of a transformers model tells of its balance loss, when that is used: coefficient and number of
-    experts."""
+    """What a transformers model's config tells of the balance loss that it uses: coefficient, number of experts."""
     config = getattr(module, "config", None)
     if getattr(config, "output_router_logits", False) is not True:
         return {}
@@ -261,8 +241,7 @@ def placed_like(parameter: Held, gradient: Tensor) -> Tensor:
 
 
 def local(tensor: Held) -> Tensor:
-    """This rank's part of a DTensor, without communication, and a sparse gradient as a dense one; anything else as it
-    is."""
+    """This rank's part of a DTensor, without communication; a sparse gradient as a dense one; else as it is."""
     if isinstance(tensor, FlatPiece):
         return tensor.local
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -286,8 +265,7 @@ def declares(parameter: Held) -> bool:
 
 
 def imagined(values: Any) -> bool:
-    """Whether tensors without contents are among some arguments: shapes are computed, and nothing else (DTensor's
-    propagation of shapes, a pipeline stage's, tracing)."""
+    """Whether tensors without contents are among some arguments: shapes are computed, and nothing else."""
     if isinstance(values, Tensor):
         return values.is_meta or isinstance(values, FakeTensor)
     return isinstance(values, (list, tuple)) and any(map(imagined, values))
@@ -325,3 +303,22 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return [t for v in value.values() for t in tensors_in(v)]
     return []
+
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_CORPUS = os.path.join(_OURS, "corpus")
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_WRAPS = "typing_extensions.py"  # stands around functions of torch that are deprecated
+
+
+def call_site(base: str) -> str:
+    """'train.py:33 in step': the nearest frame that is neither torch's nor isograd's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        mine = (file.startswith(_OURS) and not file.startswith(_CORPUS)) or ENGINE.search(file)
+        if not (mine or file.startswith((_TORCH, "<")) or "contextlib" in file or file.endswith(_WRAPS)):
+            shown = os.path.relpath(file, base) if file.startswith(base) else os.path.basename(file)
+            return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

@@ -1,7 +1,7 @@
 """What a model was given: every tensor of a call by name, as hashes that add up over ranks and micro-batches.
 
 Names are those of forward's parameters and of the keys of dicts, so that model(x) and model(tokens=x), or model(batch)
-and model(**batch), are one. A hash is a sum over elements: where they stand and which rank holds them does not matter.
+and model(**batch), are one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Where a program is watched: each hook says what it sees, why there, and is taken out again.
-
-Module hooks are torch's global ones, tensor hooks sit on parameters and module outputs, and three functions are
-wrapped: autograd.backward (a micro-batch begins), clips (clips.py), and the step of engines that hold their own
-gradients (isograd, DeepSpeed), which are asked for them through their public functions.
-"""
+"""Where a program is watched: each hook says what it sees, why there, and is taken out again."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from isograd_verify.record.events import Average, Draw, Input, Reached
+from isograd_verify.record.events import Average, Draw, Input, Norm, Reached
 from isograd_verify.record.sketch import digest
 from isograd_verify.watch import foreign
 from isograd_verify.watch.clips import Clips
@@ -36,7 +31,6 @@ from isograd_verify.watch.fused import Fused
 from isograd_verify.watch.given import named, tell
 from isograd_verify.watch.recorder import Recorder
 from isograd_verify.watch.routing import Routing
-from isograd_verify.watch.sites import call_site
 
 
 class Hooks:
@@ -75,18 +69,14 @@ class Hooks:
         torch.autograd.Function.apply = watched  # type: ignore[method-assign]
         self.clips = Clips(self.capture)
         self.clips.install(self.wrap)
-        averaging = sys.modules.get("torch.optim.swa_utils")
-        if averaging is not None:
-            self.wrap(averaging.AveragedModel, "update_parameters", self._averaged)
-        engine = sys.modules.get("isograd.engine.engine")
-        if engine is not None:
-            self.wrap(engine.Engine, "step", self._isograd_step)
-        routing = sys.modules.get("isograd.nn.routing")
-        if routing is not None:
-            self.wrap(routing, "choose", self._isograd_choice)
-        deepspeed = sys.modules.get("deepspeed.runtime.engine")
-        if deepspeed is not None:
-            self.wrap(deepspeed.DeepSpeedEngine, "step", self._deepspeed_step)
+        for module, home, name, around in (
+            ("torch.optim.swa_utils", "AveragedModel", "update_parameters", self._averaged),
+            ("isograd.engine.engine", "Engine", "step", self._isograd_step),
+            ("isograd.nn.routing", "", "choose", self._isograd_choice),
+            ("deepspeed.runtime.engine", "DeepSpeedEngine", "step", self._deepspeed_step),
+        ):
+            if (found := sys.modules.get(module)) is not None:
+                self.wrap(getattr(found, home) if home else found, name, around)
 
     def remove(self) -> None:
         """All but the hook behind optimizer steps, which times some more of them, and from which this is called."""
@@ -159,8 +149,7 @@ class Hooks:
         c.drawn.append(False)
 
     def _unlisted(self, module: nn.Module) -> None:
-        """A module that stands in a list, where torch does not find it, is learnt as one that is called from
-        outside."""
+        """A module in a list, where torch does not find it, is learnt as one that is called from outside."""
         c = self.capture
         mine = [p for p in module.parameters() if p.requires_grad and p.is_leaf and not foreign.flat(p)]
         if c.flats or all(p in c.names for p in mine):
@@ -262,8 +251,8 @@ class Hooks:
             scaled = self.clips.scaled(roots) if gradients is None else 0
             self.capture.guarded(self.capture.backward_begins)(roots, scaled)
             self.capture.guarded(self.capture.look_at_buffers, "buffers")("forward")
-            self.capture.guarded(self.watch.means.hook_fresh, "means")(self.capture.guarded)
-            self.capture.guarded(self._terms, "terms")(roots)
+            self.capture.guarded(self.watch.means.hook_fresh, "means")()
+            self.capture.guarded(self.watch.terms.begin, "terms")(roots)
             self.capture.guarded(self._reached, "flows")(roots)
             self.capture.guarded(self.watch.states.begin, "states")(roots)
         self.capture.backing += 1
@@ -273,11 +262,6 @@ class Hooks:
             self.capture.backing -= 1
             if torch._C._current_graph_task_id() == -1:
                 self.capture.guarded(self.capture.look_at_buffers, "buffers")("backward")
-
-    def _terms(self, roots: list[Tensor]) -> None:
-        terms = self.watch.terms
-        terms.note_fresh()
-        terms.begin(roots, self.capture.guarded)
 
     def _reached(self, roots: list[Tensor]) -> None:
         """Collectives without a backward that have a say in what backward begins with."""
@@ -378,7 +362,7 @@ class Hooks:
         instead: list[Tensor | None] = []
 
         def note() -> None:
-            instead.append(self.routing.chosen(ranked, indices, call_site(self.capture.base)))
+            instead.append(self.routing.chosen(ranked, indices, foreign.call_site(self.capture.base)))
 
         self.capture.guarded(note, "choices")()
         return indices if not instead or instead[0] is None else instead[0]
@@ -411,7 +395,7 @@ class Hooks:
             self.capture.inside_engine -= 1
         norm = getattr(result, "grad_norm", None)
         if norm is not None:
-            self.capture.norm(float(norm), call_site(self.capture.base))
+            self.capture.event(Norm(*self.capture.now, value=float(norm), site=foreign.call_site(self.capture.base)))
         with whole():
             self.capture.after_step()
         return result

@@ -1,42 +1,49 @@
-"""Notes of how many labels, or other numbers, a loss is made, and the weight that each of them got in backward."""
+"""Notes of how many labels a loss is made, and the weight that each of them got in backward: as torch's cross-entropy
+tells it, or the program itself."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
-from isograd_verify.record.events import LabelWeight, Loss, MeanWeight
+from isograd_verify.record.events import LabelWeight, Loss
 from isograd_verify.record.sketch import content_hash
-from isograd_verify.watch.means import Number
+from isograd_verify.watch.foreign import call_site
 from isograd_verify.watch.recorder import Recorder
-from isograd_verify.watch.sites import call_site
 
 
 class Labels:
-    """What is told of losses: by torch's cross-entropy, by means and sums, and by the program itself."""
+    """What is told of losses by torch's cross-entropy and by the program itself."""
 
     def __init__(self, capture: Recorder) -> None:
         self.capture = capture
+        self.sites: dict[int, str] = {}  # where a loss was called, by the memory of its total, which backward gets
 
-    def token_loss(self, reduction: int, counted: float, classes: int, value: float) -> None:
-        """Notes a cross-entropy: how many labels counted, of how many classes, and its mean over them."""
-        c = self.capture
+    def forward(self, args: Any, result: Any) -> str:
+        """Notes a cross-entropy: how many labels counted, of how many classes, and its mean over them; its line."""
+        c, reduction = self.capture, int(args[3])
+        counted = float(_counted(args, 1, 4, result[1]))
+        classes = args[0].shape[1] if args[0].dim() > 1 else 1
+        total = float(result[0].detach().double().sum())  # of the mean: itself
+        value = total if reduction == 1 or not counted else total / counted
         kind = ("none", "mean", "sum")[reduction]
         c.event(Loss(*c.now, reduction=kind, count=counted, classes=classes, value=value))
+        site = self.sites[result[1].data_ptr()] = call_site(c.base)
+        return site
 
-    def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor, site: str) -> None:
+    def backward(self, args: Any) -> None:
         """Notes the lowest and highest weight that a label's gradient got, and the hash of the labels."""
-        c = self.capture
-        flat = gradient.detach().double().reshape(-1)
+        c, reduction = self.capture, int(args[4])
+        count, site = float(_counted(args, 2, 5, args[6])), self.sites.get(args[6].data_ptr(), "")
+        flat = args[0].detach().double().reshape(-1)
         used = flat[flat != 0]
-        low, high = (float(used.min()), float(used.max())) if used.numel() else (0.0, 0.0)
         scale = 1 / count if reduction == 1 and count else 1.0
-        hashed = str(content_hash(labels))
-        weight = LabelWeight(
-            *c.now, count=count, low=low * scale, high=high * scale, labels=hashed, site=site, average=reduction == 1
-        )
-        self._note(weight)
+        low, high = (float(used.min()) * scale, float(used.max()) * scale) if used.numel() else (0.0, 0.0)
+        hashed, average = str(content_hash(args[2][args[2] != args[5]])), reduction == 1
+        c.weight(LabelWeight(*c.now, count=count, low=low, high=high, labels=hashed, site=site, average=average))
 
     def weighed(self, loss: Tensor, n: Tensor | float, reduction: str) -> None:
         """The program says that a loss is over n labels (weighing.py): noted as if torch's own had computed it."""
@@ -57,19 +64,7 @@ class Labels:
 
         loss.register_hook(unserializable_hook(c.guarded(arrives, "labels")))
 
-    def mean(self, number: Number, gradient: Tensor) -> None:
-        """Notes of how many numbers a mean or a sum was taken, and the weight that the gradient of each got."""
-        c = self.capture
-        penalty = torch.is_grad_enabled() and not c.backing  # torch.autograd.grad with a graph: the loss takes it
-        if number.count and not penalty:
-            weight = float(gradient) / (number.count if number.mean else 1.0)
-            about = MeanWeight(
-                *c.now, term=number.term, site=number.site, count=number.count, weight=weight,
-                nonzero=number.nonzero, divided=number.divided, average=number.average,
-                elements=number.elements,
-            )  # fmt: skip
-            self._note(about)
 
-    def _note(self, weight: LabelWeight | MeanWeight) -> None:
-        """What a Function's forward finds out counts by what comes back to the Function (fused.py)."""
-        self.capture.inner_weights.append(weight) if self.capture.in_function else self.capture.event(weight)
+def _counted(args: Any, target: int, ignore: int, total: Tensor) -> Tensor:
+    """How many labels count: torch's own total, which it leaves at zero for unreduced losses."""
+    return total if float(total) else (args[target] != args[ignore]).sum()

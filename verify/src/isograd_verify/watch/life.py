@@ -1,11 +1,10 @@
-"""The life of a capture: from its first hook to the last line it writes, in a program that it must never disturb.
-
-It begins when the program joins a world or makes an optimizer, rests after the watched steps, when nothing of it is
-left in the program's way, and ends with the program. What it sees in between is in capture.py.
+"""The life of a capture, in a program that it must never disturb: it begins when the program joins a world or makes an
+optimizer, rests after the watched steps, when nothing of it is left in the way, and ends with the program.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -14,18 +13,49 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from isograd_verify.record.events import Backward, Event, Lost, OtherWorld, Step
 from isograd_verify.record.recording import RankWriter
 from isograd_verify.watch import foreign
-from isograd_verify.watch.claim import claim
-from isograd_verify.watch.steps import Steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+import re
+from dataclasses import dataclass
+
+from isograd_verify.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The first ones, and each `every`-th (0: none)."""
+
+    first: int = 3
+    every: int = 0
+
+    @classmethod
+    def of(cls, text: str | int) -> Steps:
+        """From '3', 'first', 'every 1000', or several with commas; the first step is always one of them."""
+        first, every = 1, 0
+        for part in str(text).split(","):
+            found = re.fullmatch(r"\s*(?:(first)|(\d+)|every\s+(\d+))\s*", part)
+            if found is None or found[2] == "0" or (found[3] is not None and int(found[3]) < 1):
+                raise ConfigError(
+                    "IG622", "--steps does not say which steps to watch", seen=str(text),
+                    expected="a number of first steps, 'first', 'every 1000', or several: 'first,every 1000'",
+                    fix="--steps 3",
+                )  # fmt: skip
+            first = max(first, int(found[2] or 1))
+            every = int(found[3] or every)
+        return cls(first, every)
+
+    def watches(self, step: int) -> bool:
+        """Whether this one is watched, counted from 1."""
+        return step <= self.first or (self.every > 0 and step % self.every == 0)
+
 
 NOT_THE_PROGRAM = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "<")
 UNWATCHED = 12  # steps timed after the watched ones
@@ -41,28 +71,11 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class _Mode(Protocol):
-    """The dispatch mode of a capture; collectives.Watch."""
-
-    def enter_below(self) -> None: ...
-    def leave(self) -> bool: ...
-    def suspend(self) -> bool: ...
-    def resume(self) -> None: ...
-
-
-class _Installed(Protocol):
-    """What a capture puts into a program; hooks.Hooks."""
-
-    def install(self) -> None: ...
-    def remove(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class Life:
     """`lenient`: an error of the capture's own ends the watching, and is told, instead of ending the program."""
 
-    watch: _Mode
-    hooks: _Installed
+    watch: Any  # collectives.WatchMode
+    hooks: Any  # hooks.Hooks
     steps: Steps
 
     def __init__(self, directory: Path, lenient: bool) -> None:
@@ -198,8 +211,7 @@ class Life:
             self.writer = None
 
     def lose(self, sense: str, error: Exception) -> None:
-        """An error while something was watched that other observations do not need: it is no longer watched, the
-        report says so, and all else is watched as before."""
+        """An error in watching what nothing else needs: it is no longer watched, and the report says so."""
         if not self.lenient:
             raise error
         if sense not in self.blinded:
@@ -207,8 +219,7 @@ class Life:
             self.event(Lost(*self.now, sense=sense, why=self.blinded[sense]))
 
     def fail(self, error: Exception) -> None:
-        """An error without whose observation nothing can be judged: the program runs on, unwatched; hooks are removed
-        after its next step."""
+        """An error without which nothing can be judged: the program runs on; hooks go after its next step."""
         if not self.lenient:
             raise error
         self.active, self.stepping = False, 0
@@ -284,3 +295,32 @@ def spelled(error: Exception, beyond: tuple[str, ...] = ()) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not (beyond and f.filename.startswith(beyond))]
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {str(error)[:300]}{place}"
+
+
+def claim(directory: Path, rank: int) -> bool:
+    """Whether this process may write rank `rank`'s part of the recording. The earlier part of a rank that is started
+    again is set aside; a second process that calls itself the same rank while the first one lives leaves a note."""
+    home = directory / f"rank-{rank:04d}"
+    try:
+        owner = int(json.loads((home / "rank.json").read_text())["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+    if owner == os.getpid():
+        return True
+    if alive(owner):
+        (directory / f"second-{os.getpid()}-rank-{rank:04d}").touch()
+        return False
+    count = len(list(directory.glob(f"earlier-*-{home.name}")))
+    os.replace(home, directory / f"earlier-{count}-{home.name}")
+    return True
+
+
+def alive(pid: int) -> bool:
+    """Whether a process with this id exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -3,18 +3,20 @@
     torch's losses with reduction "mean", x.mean(), x.sum() / count, (x * mask).sum() with whatever divides it
 
 Means over ranks or micro-batches with different counts are no mean over all: each element of a small one weighs more.
-A sum whose mask is known needs no divisor: what comes back to it is the weight of each element.
+A sum whose mask is known needs no divisor: what comes back to it is the weight of each element. The mask is read off
+the graph in front of the sum, but not where a hook of the program has put it elsewhere (checkpointing, offloading).
 A term of the loss is told apart from others by the place it comes from and by all calls that led there.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +24,9 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from isograd_verify import tolerances
-from isograd_verify.watch.foreign import infers_shapes
-from isograd_verify.watch.masks import added
+from isograd_verify.record.events import MeanWeight
+from isograd_verify.watch import foreign
+from isograd_verify.watch.recorder import Recorder
 
 LOSSES = (
     "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
@@ -32,8 +35,6 @@ LOSSES = (
 SEEN = ("mean", "sum", "neg", "_to_copy", "div", "mul", *LOSSES)  # the other losses of torch are made of these
 MOST_SUMS = 16
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-
-Tell = Callable[["Number", Tensor], None]  # a mean or sum, its gradient
 
 
 @dataclass(eq=False)
@@ -48,17 +49,15 @@ class Number:
     masked: bool = False  # a mask says how many numbers a sum adds up
     divided: bool = False  # a sum that a whole number divides, which is a mean
     average: bool = False  # one operator took the mean
-    own: tuple[
-        float, ...
-    ] = ()  # what a sum may be divided by to be a mean: its numbers, or its rows (kl_div's batchmean)
+    own: tuple[float, ...] = ()  # divisors that make a mean of a sum: its numbers, or its rows (kl_div's batchmean)
     elements: float = 0.0  # of a sum that something else divides: how many numbers it adds up
 
 
 class Means:
     """The sums and means of a step's forward, until backward tells their weights."""
 
-    def __init__(self, tell: Tell, site: Callable[[], str]) -> None:
-        self.tell, self.site = tell, site
+    def __init__(self, capture: Recorder) -> None:
+        self.capture = capture
         self.fresh: list[tuple[Tensor, Number]] = []  # not yet in the graph: that follows the operator
         self.sums: list[tuple[weakref.ref[Tensor], Number | None]] = []
 
@@ -67,7 +66,7 @@ class Means:
         given = args[0] if args else None
         if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled() or not _number(result):
             return
-        if not isinstance(given, Tensor) or not (given.requires_grad or self.is_sum(given)) or infers_shapes():
+        if not isinstance(given, Tensor) or not (given.requires_grad or self.is_sum(given)) or foreign.infers_shapes():
             return
         if name in ("sum", "neg", "_to_copy"):
             of = self._sum(given, result) if name == "sum" and given.dim() else self._of(given)
@@ -78,7 +77,7 @@ class Means:
         count = None if of is not None and of.masked else self._count(name, given, args, kwargs)
         if count is not None:
             by_torch = name not in ("div", "mul") or _in_kl_div()
-            number = Number(f"{name} {_path()}", self.site(), count, average=by_torch)
+            number = Number(f"{name} {_path()}", foreign.call_site(self.capture.base), count, average=by_torch)
             if of is not None:
                 of.divided = True
                 number.elements = 0.0 if count in of.own else of.nonzero or of.count
@@ -88,7 +87,9 @@ class Means:
         """Many numbers are added up."""
         count, masked = added(given)
         nonzero = 0.0 if masked else float(given.count_nonzero())
-        number = Number(f"sum {_path()}", self.site(), count, mean=False, nonzero=nonzero, masked=masked)
+        number = Number(
+            f"sum {_path()}", foreign.call_site(self.capture.base), count, mean=False, nonzero=nonzero, masked=masked
+        )
         number.own = (count, nonzero, *(given.shape[:n].numel() for n in (1, 2) if given.dim() > n))
         self.fresh.append((result, number))
         return number
@@ -117,17 +118,24 @@ class Means:
         """The sum that a tensor is, or minus that, or in another precision."""
         return next((number for known, number in reversed(self.sums) if known() is tensor), None)
 
-    def hook_fresh(self, guarded: Callable[..., Callable[..., None]]) -> None:
+    def hook_fresh(self) -> None:
         """One operator later: what is in the graph by now tells its gradient when backward comes to it."""
         fresh, self.fresh = self.fresh, []
         for tensor, number in fresh:
             if tensor.requires_grad:
+                tensor.register_hook(unserializable_hook(self.capture.guarded(partial(self._tell, number), "means")))
 
-                def arrives(gradient: Tensor | None, number: Number = number) -> None:
-                    if gradient is not None:  # None: the number is in the graph, and no part of the loss
-                        self.tell(number, gradient)
-
-                tensor.register_hook(unserializable_hook(guarded(arrives, "means")))
+    def _tell(self, number: Number, gradient: Tensor | None) -> None:
+        c = self.capture
+        penalty = torch.is_grad_enabled() and not c.backing  # torch.autograd.grad with a graph: the loss takes it
+        if gradient is None or not number.count or penalty:  # None: the number is in the graph, and no part of the loss
+            return
+        weight = float(gradient) / (number.count if number.mean else 1.0)
+        told = MeanWeight(
+            *c.now, term=number.term, site=number.site, count=number.count, weight=weight,
+            nonzero=number.nonzero, divided=number.divided, average=number.average, elements=number.elements,
+        )  # fmt: skip
+        c.weight(told)
 
 
 def _number(result: Any) -> bool:
@@ -151,3 +159,54 @@ def _path() -> str:
             lines.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}:{frame.f_lasti}")
         frame = frame.f_back  # type: ignore[assignment]
     return hashlib.blake2b(" ".join(lines).encode(), digest_size=6).hexdigest()
+
+
+DEEPEST = 12  # operators between a mask and the sum
+_PASSES = (
+    "Neg", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias", "Transpose", "T",
+    "Permute", "Sum", "Mul", "Div",
+)  # fmt: skip
+
+
+def added(summed: Tensor) -> tuple[int, bool]:
+    """(how many numbers, whether a mask says so) of a tensor whose elements are all summed."""
+    node: Any = summed.grad_fn
+    size = summed.numel()
+    for _ in range(DEEPEST):
+        kind = type(node).__name__.partition("Backward")[0] if node is not None else ""
+        mask = _mask_of(node, kind)
+        if mask is not None and mask.numel() and size % mask.numel() == 0:
+            return int(mask.sum()) * (size // mask.numel()), True
+        divisor = _saved_tensor(node, "other") if kind == "Div" else None
+        if kind not in _PASSES or (divisor is not None and divisor.numel() != 1):
+            break
+        if kind == "Sum":
+            size = math.prod(node._saved_self_sym_sizes)
+        edges = [edge for edge, _ in node.next_functions if edge is not None]
+        if len(edges) != 1:
+            break
+        node = edges[0]
+    return size, False
+
+
+def _mask_of(node: Any, kind: str) -> Tensor | None:
+    """Which numbers this operator lets through, as zeros and ones; None when it is no mask."""
+    if kind == "Mul":
+        for kept in (_saved_tensor(node, "other"), _saved_tensor(node, "self")):
+            if kept is not None and kept.dim() and not kept.requires_grad and bool(((kept == 0) | (kept == 1)).all()):
+                return kept
+    if kind == "MaskedFill":
+        kept = _saved_tensor(node, "mask")
+        return None if kept is None else ~kept
+    if kind == "Where":
+        kept = _saved_tensor(node, "condition")
+        learns = [edge is not None for edge, _ in node.next_functions]
+        return None if kept is None or sum(learns) != 1 else kept if learns[0] else ~kept
+    return None
+
+
+def _saved_tensor(node: Any, name: str) -> Tensor | None:
+    """A tensor that autograd has kept for a backward, where no hook stands in between."""
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    data = getattr(saved, "data", None) if getattr(saved, "unpack_hook", None) is None else None
+    return data if isinstance(data, Tensor) and data.layout is torch.strided else None

@@ -1,7 +1,5 @@
-"""What a capture has gathered: its state, and what is told to it by hooks and by the dispatch mode.
-
-Senses (collectives.py, functions.py, fused.py, labels.py, rewritten.py, routing.py, hooks.py) know this class and not
-the capture that owns them. What a step begins and ends with is in capture.py.
+"""What a capture has gathered: its state, and what is told to it by hooks and by the dispatch mode, which know this
+class and not the capture. What a step begins and ends with is in capture.py.
 """
 
 from __future__ import annotations
@@ -19,27 +17,78 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from isograd_verify.record.events import (
-    REDUCING,
-    Changed,
-    Coefficient,
-    Collective,
-    End,
-    GivenTensor,
-    LabelWeight,
-    Logits,
-    LossTerm,
-    MeanWeight,
-    Norm,
-    key,
-)
-from isograd_verify.record.sketch import digest, dtype_name, in_bf16, sketch, squares
+from isograd_verify.record import events, sketch
 from isograd_verify.watch import foreign
 from isograd_verify.watch.flows import memory
 from isograd_verify.watch.life import Life
-from isograd_verify.watch.sites import call_site
-from isograd_verify.watch.sketching import Sketching
-from isograd_verify.watch.steps import Steps
+
+MOST_CUT = 16  # ranks over which a tensor is cut whose shards are too small to be recorded by sketches
+
+
+class Sketching:
+    """`beyond`: elements of a tensor that is recorded by sketches alone; None: only where whole ones do not fit."""
+
+    def __init__(self, limit: int, boxes: dict[str, tuple[foreign.Box, tuple[int, ...]]], beyond: int | None) -> None:
+        self.limit, self.boxes, self.asked = limit, boxes, beyond is not None
+        self.small = sketch.SMALL if beyond is None else beyond
+        self.on = self.asked
+
+    def reserve(self, size: int) -> None:
+        """Before a step's first forward: so many bytes of whole gradients and parameters would be written."""
+        self.on = self.asked or size > self.limit
+
+    def instead(self, path: str, value: Tensor, of: foreign.Held) -> dict[str, Tensor]:
+        """The sketches to keep instead of a whole tensor, by path; none: the tensor is kept as a whole."""
+        kind, _, name = path.partition("/")
+        box, whole = self.boxes.get(name) or (foreign.box_of(of), foreign.whole_shape(of))
+        in_a_row = box is not None and len(box) == 1 != len(whole)
+        shape = whole if in_a_row else tuple(value.shape)
+        if not self.on or not value.is_floating_point() or not sketch.worthwhile(shape, value.numel(), self.small):
+            return {}
+        if in_a_row and box is not None:
+            sums = sketch.project_row(value, whole, box[0][0])
+        else:
+            own = box is not None and tuple(b - a for a, b in box) == shape
+            sums = sketch.project(value, tuple(a for a, _ in box) if box is not None and own else ())
+        return _paths(kind, name, sums, torch.float64 if value.dtype == torch.float64 else torch.float32)
+
+    def contribution(self, number: int, name: str, value: Tensor) -> dict[str, Tensor]:
+        """What a backward added on this rank: a shard's is explained by these where its place is not known yet."""
+        least = self.small // MOST_CUT  # of a large tensor's shard
+        if not self.on or not sketch.worthwhile(tuple(value.shape), value.numel(), least):
+            return {}
+        sums = sketch.project(value)
+        small = {d: torch.stack([sketch.sketch(row) for row in along]) for d, along in sums.along.items()}
+        return _paths(str(number), name, sketch.Projected(sums.shape, small), torch.float64)
+
+
+def _paths(kind: str, name: str, sums: sketch.Projected, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {f"along/{kind}/{dim}/{name}": along.to(dtype) for dim, along in sums.along.items()}
+
+
+_DEPTH = {
+    "sum": 1,
+    "final": 1,
+    "clipped": 1,
+    "early": 1,
+    "whole": 1,
+    "part": 2,
+    "along": 3,
+}  # words of a path before a parameter's name
+
+
+def gradient_of(path: str) -> str | None:
+    """The parameter whose gradient, or a part of it, a tensor of a step's file tells; None of any other tensor."""
+    words = path.split("/", _DEPTH.get(path.partition("/")[0], 0))
+    state = words[0] == "along" and words[1] in ("parameter", "after")
+    return words[-1] if len(words) > 1 and not state else None
+
+
+def number_of(path: str) -> int | None:
+    """The number of the contribution that a tensor of a step's file tells; None of any other tensor."""
+    kind, *rest = path.split("/", 2)
+    return int(rest[0]) if kind in ("part", "along") and rest[0].isdigit() else None
+
 
 KINDS = {
     "final": "gradients", "whole": "gradients", "parameter": "parameters", "after": "parameters", "choice": "choices",
@@ -50,20 +99,11 @@ MOST_ELEMENTS = 1 << 12  # of a buffer that is looked at: a number for each expe
 class Recorder(Life):
     """Its fields are those of the step now under way, unless a comment says how long they last."""
 
-    def __init__(
-        self,
-        directory: Path,
-        lenient: bool,
-        steps: int | str,
-        activations: bool,
-        limit: int,
-        parameters: bool,
-        beyond: int | None,
-    ) -> None:
+    def __init__(self, directory: Path, lenient: bool, limit: int, parameters: bool, beyond: int | None) -> None:
         super().__init__(directory, lenient)
-        self.steps = Steps.of(steps)
-        self.activations, self.limit, self.parameters = activations, limit, parameters
+        self.limit, self.parameters = limit, parameters
         self.whole = parameters  # gradients are kept as a whole; feed.py keeps them where it keeps no parameters
+        self.activations = False
         self.base = os.getcwd()
         self.numbers = self.arrivals = self.calls = 0
         self.groups: list[tuple[int, ...]] = []  # of the collectives so far
@@ -90,7 +130,9 @@ class Recorder(Life):
         self.stack: list[str] = []  # modules under way, outermost first
         self.drawn: list[bool] = []
         self.buffers: dict[str, str] = {}  # the hash of each small buffer when it was last looked at
-        self.unreached: dict[int, tuple[int, dict[str, GivenTensor]]] = {}  # given to calls, reached by no backward
+        self.unreached: dict[
+            int, tuple[int, dict[str, events.GivenTensor]]
+        ] = {}  # given to calls, reached by no backward
         self.backing = 0  # calls of autograd.backward under way
         self.behind = ""  # the module whose backward is under way
         self.snapped = False
@@ -102,7 +144,9 @@ class Recorder(Life):
         self.unsettled = False  # an optimizer has stepped, and another one may before the next forward
         self.inside_engine = 0  # steps of engines under way
         self.in_function = 0  # forwards of autograd Functions under way
-        self.inner_weights: list[LabelWeight | MeanWeight] = []  # inside the Function that was called last
+        self.inner_weights: list[
+            events.LabelWeight | events.MeanWeight
+        ] = []  # inside the Function that was called last
         self.reduced = ""  # where many numbers with a graph last became one: the loss, most likely
         self.sketching = Sketching(limit, self.boxes, beyond)
 
@@ -128,7 +172,7 @@ class Recorder(Life):
 
     def collective(
         self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str, peer: int = -1
-    ) -> Collective:
+    ) -> events.Collective:
         """Notes a collective."""
         self.numbers += 1
         self.groups.append(ranks)
@@ -136,38 +180,34 @@ class Recorder(Life):
         self.posted |= op in ("send", "recv") and phase == "other"
         local = [foreign.local(t) for t in tensors]
         covers: set[str] = set()
-        if op in REDUCING:
+        if op in events.REDUCING:
             for t in local:
                 covers |= self.storages.get(memory(t), (None, set[str]()))[1]
         between = self.snapped and phase == "other" and not self.inside_engine
         if between and self._sums_gradients(op, covers, local):
             self.snapped = False  # the clip came before the sum: gradients are what the sum leaves
         module = self.behind if phase == "backward" else self.stack[-1] if self.stack else ""
-        call = Collective(
-            *self.now, n=self.numbers, op=op, group=ranks, peer=peer, dtype=dtype_name(local[0]) if local else "",
+        dtype = sketch.dtype_name(local[0]) if local else ""
+        call = events.Collective(
+            *self.now, n=self.numbers, op=op, group=ranks, peer=peer, dtype=dtype,
             numel=sum(t.numel() for t in local), bytes=sum(t.numel() * t.element_size() for t in local),
-            start=time.time() - self.began, phase=phase, module=module, site=call_site(self.base),
+            start=time.time() - self.began, phase=phase, module=module, site=foreign.call_site(self.base),
             covers=tuple(sorted(covers)), passed=self.backwards, reduce=reduce, inside=self.in_function > 0,
-            narrow=op in REDUCING and all(map(in_bf16, local)),
+            narrow=op in events.REDUCING and all(map(sketch.in_bf16, local)),
         )  # fmt: skip
         self.event(call)
         return call
 
     def _sums_gradients(self, op: str, covers: set[str], given: list[Tensor]) -> bool:
         """Whether a collective reduces gradients, where they are or all of them in one buffer."""
-        if op not in REDUCING:
+        if op not in events.REDUCING:
             return False
         size = sum(foreign.local(p.grad).numel() for p in self.learn_names().values() if p.grad is not None)
         return bool(covers) or 1 < size <= sum(t.numel() for t in given)
 
-    def ended(self, number: int, seconds: float) -> None:
-        """Notes how long a collective took."""
-        if self.writer is not None:
-            self.writer.event(End(*self.now, n=number, seconds=seconds))
-
-    def term(self, site: str, value: float, weights: tuple[float, ...], joined: int) -> None:
-        """Notes a term of the loss, when backward has come to it."""
-        self.event(LossTerm(*self.now, site=site, value=value, weights=weights, joined=joined))
+    def weight(self, told: events.LabelWeight | events.MeanWeight) -> None:
+        """Notes the weight of labels or numbers; inside a Function's forward it is kept for that (fused.py)."""
+        self.inner_weights.append(told) if self.in_function else self.event(told)
 
     def look_at_buffers(self, during: str) -> None:
         """Notes which small buffers have changed since the last look."""
@@ -176,26 +216,16 @@ class Recorder(Life):
             root = reference()
             for name, buffer in root.named_buffers() if root is not None else ():
                 if buffer.numel() <= MOST_ELEMENTS and not foreign.imagined(buffer):
-                    now[prefix + foreign.plain_name(name)] = digest(foreign.local(buffer))
+                    now[prefix + foreign.plain_name(name)] = sketch.digest(foreign.local(buffer))
         changed = tuple(name for name, hashed in now.items() if self.buffers.get(name, hashed) != hashed)
         self.buffers = now
         if changed and self.micro >= 0:  # else between two steps, where buffers are changed as parameters are
-            self.event(Changed(*self.now, during=during, names=changed))
-
-    def logit_shift(self, shift: float, size: float) -> None:
-        """Notes a rank's part of a sum that must be zero."""
-        self.event(Logits(*self.now, shift=shift, size=size))
-
-    def drew(self) -> None:
-        """The module under way has drawn random numbers."""
-        if self.drawn:
-            self.drawn[-1] = True
+            self.event(events.Changed(*self.now, during=during, names=changed))
 
     # -- what hooks.Hooks tells ----------------------------------------------------------------------------------
 
     def root(self, module: nn.Module) -> None:
-        """A module was called from outside any other, or is no part of the one that calls it: learn its parameters'
-        names."""
+        """A module was called that is no part of a known one: learn its parameters' names."""
         if module in self.modules or not any(True for _ in module.parameters()):
             return
         inner = module
@@ -206,11 +236,13 @@ class Recorder(Life):
             prefix = f"{type(inner).__name__}{len(self.roots)}."
         self.roots.append((prefix, weakref.ref(inner)))
         for name, value in foreign.coefficients(inner).items():
-            self.event(Coefficient(*self.now, name=name, value=value))
+            self.event(events.Coefficient(*self.now, name=name, value=value))
         for name, child in inner.named_modules():
             self.modules.setdefault(child, (prefix + foreign.plain_name(name)).rstrip("."))
-        for name, child in foreign.flat_modules(module):
-            self.flats.append((prefix + (f"{name}." if name else ""), weakref.ref(child)))
+        for name, child in module.named_modules():  # FSDP1's, with parameters of their own
+            if isinstance(child, foreign.FullyShardedDataParallel) and child._handle is not None:
+                plain = foreign.plain_name(name)
+                self.flats.append((prefix + (f"{plain}." if plain else ""), weakref.ref(child)))
         self.modules.setdefault(module, prefix.rstrip("."))
         self.learn_names()
 
@@ -241,10 +273,10 @@ class Recorder(Life):
             self.backwards += 1  # pipeline's schedule that cuts backward in two
         micro = max(self.micro + (1 if self.in_function else 0), 0)  # in a Function's forward: before its backward
         # Checkpointed modules arrive once per use: later arrivals in one backward are contributions of their own.
-        use = next(i for i in count() if f"part/{key(micro, i)}/{name}" not in self.tensors)
-        self.tensors[f"part/{key(micro, use)}/{name}"] = sketch(local)
+        use = next(i for i in count() if f"part/{events.key(micro, i)}/{name}" not in self.tensors)
+        self.tensors[f"part/{events.key(micro, use)}/{name}"] = sketch.sketch(local)
         if self.whole:
-            self.tensors |= self.sketching.contribution(key(micro, use), name, local)
+            self.tensors |= self.sketching.contribution(events.key(micro, use), name, local)
         same = box is not None and tuple(b - a for a, b in box) == tuple(local.shape)  # else it is a part of a sum
         self.part_shapes[name], self.part_boxes[name] = tuple(local.shape), box if same else None
 
@@ -288,20 +320,18 @@ class Recorder(Life):
         self.active, was = False, self.active  # bringing a DTensor into its parameter's place may communicate
         part = foreign.placed_like(parameter, gradient)
         self.active = was
-        self.tensors[f"sum/{name}"] = sketch(part, self.offset(name, parameter, part))
+        self.tensors[f"sum/{name}"] = sketch.sketch(part, self.offset(name, parameter, part))
         self.gradients[name] = {
-            "gradient_hash": digest(part), "gradient_dtype": dtype_name(part), "squares": squares(part),
-        }  # fmt: skip
+            "gradient_hash": sketch.digest(part),
+            "gradient_dtype": sketch.dtype_name(part),
+            "squares": sketch.squares(part),
+        }
         if self.whole:
             self.keep(f"final/{name}", part, parameter)
 
     def offset(self, name: str, parameter: foreign.Held, part: Tensor) -> int:
         """Where a shard starts in the flat tensor to which this rank contributed as a whole (FSDP), else 0."""
         return foreign.offset(parameter, part, self.part_shapes.get(name), self.part_boxes.get(name))
-
-    def norm(self, value: float, site: str) -> None:
-        """Notes a gradient norm that the program has computed."""
-        self.event(Norm(*self.now, value=value, site=site))
 
     def entrusted(self, optimizer: Any, parameters: list[Tensor]) -> None:
         """An optimizer was made, or got more parameters."""

@@ -1,11 +1,9 @@
 """Sees a program change gradients itself between the last backward and the step: adaptive clipping, noise, a mask.
 
-What is judged is what reached the optimizer. If that is no sum of what backwards added, it may still have been one
-before the program's own change. So before the first operator that writes into the memory of a gradient, the gradient is
-kept (`early/NAME` its sketch, `whole/NAME` all of it); judge/analysis.py decides which of the two is judged. After a
-collective only gradients that it has reduced are kept, where they lie or in a buffer that they are copied from or are a
-part of: what is written into others may be its result. Scaling by one number is told as a factor, but for the last
-one of all gradients, by less than one and by no 1 / n: it may be a clip by hand (judge/clips.py).
+Before the first operator that writes into the memory of a gradient, the gradient is kept (`early/NAME` its sketch,
+`whole/NAME` all of it); judge/analysis.py decides which of the two is judged. After a collective only gradients that it
+has reduced are kept, where they lie or in a buffer: what is written into others may be its result. Scaling by one
+number is told as a factor, but for the last one of all gradients, by less than one and by no 1 / n: it may be a clip.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from isograd_verify.record.events import Rewritten
 from isograd_verify.record.sketch import sketch, squares
 from isograd_verify.watch import foreign
 from isograd_verify.watch.recorder import Recorder
-from isograd_verify.watch.sites import call_site
 
 COPYING = ("copy_", "_foreach_copy_")
 SCALING = ("mul_", "div_", "_foreach_mul_", "_foreach_div_", "zero_", "_foreach_zero_")
@@ -156,7 +153,7 @@ class Rewrites:
             if not later and (self.reduced is None or name in self.reduced):
                 whole = part.detach().clone() if c.whole else None
                 self.kept[name] = Before(sketch(part, c.offset(name, parameter, part)), squares(part), whole, scales)
-                self.site = self.site or call_site(c.base)
+                self.site = self.site or foreign.call_site(c.base)
 
     def _between(self) -> bool:
         """Whether the program is between a backward and the step, and not in a model's forward."""

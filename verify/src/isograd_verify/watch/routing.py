@@ -1,12 +1,9 @@
 """What was chosen for each token, kept for a comparison; and another run's choices in place of the program's own.
 
-Rounding decides between two experts whose scores are the same to rounding. A layout rounds otherwise than one device,
-so some tokens go to other experts, and gradients differ by whole tokens: no bug, and nothing that gradients could be
-compared by. With `replay` such a token is given the choice that it had in the other run. A token whose scores are other
-than they were there keeps its own choice: that is no rounding.
-
-Seen are torch.topk on the last dimension, and isograd's own choice of experts. In a forward that is computed once more
-in backward choices are replayed, too.
+Rounding decides between two experts whose scores are the same to rounding, and a layout rounds otherwise than one
+device. With `replay` such a token is given the choice that it had in the other run. A token whose scores are other than
+they were there keeps its own choice: that is no rounding. Seen are torch.topk on the last dimension, and isograd's own
+choice of experts; in a forward that is computed once more in backward choices are replayed, too.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from isograd_verify import tolerances
 from isograd_verify.record.events import Staged
 from isograd_verify.record.sketch import digest, sketch
 from isograd_verify.watch import foreign
-from isograd_verify.watch.randomness import generators, set_generators
-from isograd_verify.watch.sites import call_site
+from isograd_verify.watch.variables import generators, set_generators
 
 if TYPE_CHECKING:
     from isograd_verify.watch.capture import Capture
@@ -34,8 +33,7 @@ LIMIT = 1 << 28  # bytes of what the calls of a step were given
 
 @dataclass(eq=False)
 class _Call:
-    """One call: what it was given, with a memory of its own, what it made (digest, sketch), and what came back to
-    that."""
+    """One call: what it was given, kept apart; what it made (digest, sketch); what came back to that."""
 
     module: nn.Module
     given: list[Any]
@@ -74,7 +72,7 @@ class StageCalls:
         given = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), [args, kwargs])
         states = {name: buffer.clone() for name, buffer in module.named_buffers()} | generators()
         self.size += sum(t.numel() * t.element_size() for t in foreign.tensors_in(given))
-        self.calls.append(_Call(module, given, states, call_site(self.capture.base)))
+        self.calls.append(_Call(module, given, states, foreign.call_site(self.capture.base)))
 
     def _end(self, call: _Call, result: Any, communicates: bool) -> None:
         own = {id(p) for p in call.module.parameters() if p.requires_grad}

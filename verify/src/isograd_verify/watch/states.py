@@ -1,10 +1,9 @@
 """Sees what modules carry from step to step enter a loss: a running mean that it subtracts, a size that it divides by.
 
-Buffers and other tensors of a module are looked at when it is called; those in variables around the first call of a
-micro-batch, in lists and attributes of objects, too. Those that have changed since they were first seen are marked, and
-followed as results of collectives are (flows.py) to what a backward begins with. Not followed are large ones, those
-with a row for each of the batch (a recurrent state belongs to its rows), what is filled row by row (a replay buffer),
-and what ranks have reduced. The deviation of rewards or advantages of a batch is followed from the first step.
+Looked at are buffers and other tensors of a module when it is called, and those in variables around the first call of a
+micro-batch. Those that have changed since they were first seen are marked, and followed as results of collectives are
+(flows.py) to what a backward begins with. Not followed are large ones, those with a row for each of the batch (a
+recurrent state belongs to its rows), what is filled row by row (a replay buffer), and what ranks have reduced.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from isograd_verify.record.sketch import digest, dtype_name, row_sizes, sketch
 from isograd_verify.watch import foreign
 from isograd_verify.watch.flows import Flows, memory, strided
 from isograd_verify.watch.recorder import Recorder
-from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.variables import variables, walk
 
 MOST_ELEMENTS = 1 << 16
@@ -93,7 +91,7 @@ class States:
         given = args[0]
         if type(result) is Tensor and not result.dim() and given.dim() == 1 and not given.requires_grad:
             self.flows.mark(result, {len(self.seen): CUT})
-            site = self.used[len(self.seen)] = call_site(self.capture.base)
+            site = self.used[len(self.seen)] = foreign.call_site(self.capture.base)
             self.seen.append((f"{SPREAD} {len(given)} numbers at {site}", "", digest(given), given.clone()))
 
     def carry(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -104,7 +102,7 @@ class States:
         if name in OVERWRITES and args[0].numel() * args[0].element_size() == args[0].untyped_storage().nbytes():
             self.reduced([args[0]])
         for number in self.flows.carry(func, args, kwargs, result).keys() - self.used.keys():
-            self.used[number] = call_site(self.capture.base)
+            self.used[number] = foreign.call_site(self.capture.base)
 
     def reduced(self, tensors: list[Tensor]) -> None:
         """Tensors hold nothing of one rank's own any more."""

@@ -1,18 +1,21 @@
 """Sees of which terms a loss is made, and with which weight each of them counts: labels, a balance loss, a z-loss.
 
-A term is a number that was made of many numbers. Arithmetic on single numbers makes the loss of its terms: sums, and
-products with constants. Backward begins at the loss; the graph is walked from there down to the terms, and the
-gradient that reaches a number on the way is the weight with which it counts. Value x weight of a term is its share in
-the loss that is optimised, wherever the program multiplies.
+A term is a number that was made of many numbers; sums and products with constants make the loss of its terms. The graph
+is walked from the loss down to the terms, and the gradient that reaches a number on the way is the weight with which it
+counts: value x weight is a term's share in the loss that is optimised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
+
+from isograd_verify.record.events import LossTerm
+from isograd_verify.watch.recorder import Recorder
 
 ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "_DDPSink")
 ADDS = ("Add", "Sub")
@@ -20,8 +23,6 @@ MARK = "isograd.term"  # in a node's metadata
 SCALED = "isograd.scaled"  # in that of what a gradient scaler has made
 MOST = 64  # numbers between a loss and its terms
 
-Tell = Callable[[str, float, tuple[float, ...], int], None]  # name, value, weights up to the loss, which one is joined
-Guarded = Callable[..., Callable[..., None]]
 Edge = tuple[Any, int]  # a node of the graph, and which of its outputs
 
 
@@ -36,8 +37,8 @@ class Leaf:
 class TermTracker:
     """The numbers of a forward that may be terms, until backward begins."""
 
-    def __init__(self, tell: Tell) -> None:
-        self.tell = tell
+    def __init__(self, capture: Recorder) -> None:
+        self.capture = capture
         self.fresh: list[tuple[Tensor, str]] = []  # not yet in the graph: that follows the operator
 
     def made(self, number: Tensor, site: str) -> None:
@@ -52,15 +53,16 @@ class TermTracker:
                 marks: Any = number.grad_fn.metadata
                 marks[MARK] = (site, number.detach())
 
-    def begin(self, roots: list[Tensor], guarded: Guarded) -> None:
+    def begin(self, roots: list[Tensor]) -> None:
         """A backward begins with these."""
+        self.note_fresh()
         for root in roots:
             if root.numel() == 1 and root.grad_fn is not None:
                 leaves = list(_leaves(root.grad_fn))
                 if len(leaves) < MOST:
-                    self._watch(leaves, guarded)
+                    self._watch(leaves)
 
-    def _watch(self, leaves: list[Leaf], guarded: Guarded) -> None:
+    def _watch(self, leaves: list[Leaf]) -> None:
         weights: dict[Edge, float] = {}
         watched: set[Any] = set()
 
@@ -76,18 +78,16 @@ class TermTracker:
             for node, _ in (*leaf.path, leaf.edge):
                 if node not in watched:
                     watched.add(node)
-                    node.register_prehook(_hook(guarded(arrives, "terms"), node))
+                    node.register_prehook(partial(self.capture.guarded(arrives, "terms"), node))
 
     def _tell(self, leaf: Leaf, weights: dict[Edge, float]) -> None:
         site, value = leaf.edge[0].metadata.get(MARK, ("", None))
         chain = [edge for edge in (leaf.edge, *reversed(leaf.path)) if edge in weights]
         joined = next((i for i, (node, _) in enumerate(chain) if i and _kind(node) in ADDS), -1)
         if value is not None and chain and chain[0] == leaf.edge:
-            self.tell(site, float(value), tuple(weights[edge] for edge in chain), joined)
-
-
-def _hook(arrives: Callable[..., None], node: Any) -> Callable[..., None]:
-    return lambda gradients: arrives(node, gradients)
+            weighed = tuple(weights[edge] for edge in chain)
+            c = self.capture
+            c.event(LossTerm(*c.now, site=site, value=float(value), weights=weighed, joined=joined))
 
 
 def _leaves(root: Any) -> Iterator[Leaf]:

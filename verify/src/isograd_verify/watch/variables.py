@@ -1,13 +1,15 @@
-"""The tensors in variables around a call: its arguments, and local variables of the functions that led to it.
+"""What a call depends on: the tensors in variables around it, and the state of the random generators.
 
-In lists, dicts and attributes of objects, too. `found` walks them in one order, arguments first, so that a tensor that
-several names stand for has the same name in both runs.
+Variables are its arguments, and local variables of the functions that led to it, in lists, dicts and attributes of
+objects, too. `found` walks them in one order, arguments first, so that a tensor that several names stand for has the
+same name in both runs.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import random
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -75,3 +77,25 @@ def walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
             yield from walk(inner, f"{path}.{i}", depth + 1)
     elif depth < OBJECTS and not isinstance(value, NO_DATA) and not type(value).__module__.startswith("torch"):
         yield from walk(getattr(value, "__dict__", {}), path, depth)  # a batch, or a trainer that holds it
+
+
+def generators() -> dict[str, Tensor]:
+    """The state of the random generators: torch's, for masks of dropout, Python's and numpy's, for data."""
+    states = {"generator/cpu": torch.get_rng_state(), "generator/python": torch.tensor(random.getstate()[1])}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["generator/cuda"] = torch.cuda.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        _, words, place, *_ = numpy.random.get_state()
+        states["generator/numpy"] = torch.tensor([*map(int, words), place])
+    return states
+
+
+def set_generators(states: dict[str, Tensor]) -> None:
+    """The random generators go on from states that `generators` told."""
+    torch.set_rng_state(states["generator/cpu"])
+    random.setstate((3, tuple(states["generator/python"].tolist()), None))
+    if "generator/cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["generator/cuda"])
+    if "generator/numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        *words, place = states["generator/numpy"].tolist()
+        numpy.random.set_state(("MT19937", words, place))

@@ -28,8 +28,8 @@ _ends: list[Callable[[], None]] = []
 
 
 def prepare(directory: str, end: Callable[[], None] | None = None) -> None:
-    """Called once, right after torch was imported: the capture itself begins with a process group or an optimizer.
-    `end`: called when a process that was watched has ended its capture."""
+    """Called right after torch was imported: the capture begins with a process group or an optimizer. `end`: called
+    behind its end."""
     if end is not None:
         _ends.append(end)
     made = torch.optim.Optimizer.__init__
@@ -99,12 +99,13 @@ def _as_one() -> Callable[..., Any]:
 def start(directory: str) -> None:
     """Begins the capture, unless it has begun; then the program has joined a process group again."""
     if _started:
-        _started[0].rejoined()
+        if _started[0] is not None:
+            _started[0].rejoined()
         return
     try:
         capture = _capture(directory)
     except Exception as error:  # a torch too old or too new for us, say: the program runs on without
-        _started.append(_Nobody())
+        _started.append(None)
         print(f"isograd-verify: cannot watch this process: {type(error).__name__}: {error}", file=sys.stderr)
         return
     _started.append(capture)
@@ -116,7 +117,7 @@ def start(directory: str) -> None:
 
 
 def _capture(directory: str) -> Any:
-    from isograd_verify.record.projection import SMALL
+    from isograd_verify.record.sketch import SMALL
     from isograd_verify.watch.capture import Capture
 
     capture = Capture(
@@ -149,8 +150,8 @@ def _capture(directory: str) -> Any:
 
 
 class _Steps:
-    """The number of optimizer steps, where `verify run` can read it from outside: eight bytes of shared memory. It is
-    what stays in the program after the watched steps, at one addition per step, so that a later hang is seen, too."""
+    """The number of optimizer steps, where `verify run` reads it from outside: what stays in the program after the
+    watched steps, so that a later hang is seen, too."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -167,10 +168,6 @@ class _Steps:
         self.count += 1
         if self.shared is not None:
             self.shared[:] = self.count.to_bytes(8, "little")
-
-
-class _Nobody:
-    def rejoined(self) -> None: ...
 
 
 def _forked() -> None:

@@ -1,9 +1,6 @@
 """One optional line for a program whose loss the verifier cannot count: a fused kernel, a loss in chunks, weights.
 
-    loss, n = fused_cross_entropy(...), (labels != -100).sum()
-    loss = isograd_verify.weigh(loss, n)
-
-Outside of `isograd-verify` it does nothing.
+loss = isograd_verify.weigh(fused_cross_entropy(...), n=(labels != -100).sum())
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Checks that need no reference: properties that every right program has, whatever it computes.
+"""Checks that need no reference: properties that every right program has, whatever it computes (docs/verify.md).
 
-Each check is a function of an Analysis (one step of a recording) that yields findings; `check` runs them all, step by
-step. docs/verify.md shows each with the bug it caught; `isograd-verify bugs` shows each fire and stay silent.
+Each is a function of an Analysis (one step of a recording) that yields findings; `check` runs them, step by step.
 """
 
 from __future__ import annotations
@@ -11,30 +10,7 @@ from dataclasses import replace
 
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.judge.checks.adjoints import adjoints
-from isograd_verify.judge.checks.again import computed_again
-from isograd_verify.judge.checks.balance import balance_counts, coefficients_unjudged, whole_terms
-from isograd_verify.judge.checks.copies import averages, carried, copies, rates
-from isograd_verify.judge.checks.data import own_data
-from isograd_verify.judge.checks.dead import alive
-from isograd_verify.judge.checks.gradients import coefficients, rewritten, scales, summed_inside
-from isograd_verify.judge.checks.graphs import graph_cuts, logit_gradients
-from isograd_verify.judge.checks.losses import counted, token_weights, undivided
-from isograd_verify.judge.checks.means import mean_weights
-from isograd_verify.judge.checks.mixed import mixed_groups
-from isograd_verify.judge.checks.norms import norms, scaled_apart, scaled_clips
-from isograd_verify.judge.checks.routing import choice_bias, counted_once, same_choice
-from isograd_verify.judge.checks.state import continuity, missing, replicas, steps_together
-from isograd_verify.judge.checks.traffic import (
-    dtypes,
-    groups,
-    local_steps,
-    order,
-    random_draws,
-    replayed_draws,
-    row_sums,
-    shared_draws,
-)
+from isograd_verify.judge.checks import adjoints, balance, copies, gradients, graphs, losses, norms, state, traffic
 from isograd_verify.judge.consequences import without_consequences
 from isograd_verify.record.events import REDUCING, Backward, Collective
 from isograd_verify.record.recording import Recording
@@ -43,11 +19,14 @@ from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
 Check = Callable[[Analysis], Iterator[Finding]]
 
 CHECKS: tuple[Check, ...] = (
-    steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, logit_gradients, continuity,
-    replicas, missing, norms, scaled_clips, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws,
-    alive, copies, carried, rates, averages, shared_draws, counted, rewritten, computed_again, summed_inside,
-    row_sums, balance_counts, whole_terms, coefficients_unjudged, undivided, adjoints, choice_bias, counted_once,
-    same_choice, scaled_apart,
+    state.steps_together, gradients.coefficients, gradients.scales, losses.token_weights, losses.mean_weights,
+    graphs.graph_cuts, graphs.logit_gradients, state.continuity, state.replicas, state.missing, norms.norms,
+    norms.scaled_clips, traffic.dtypes, traffic.order, traffic.groups, traffic.mixed_groups, copies.own_data,
+    traffic.random_draws, traffic.replayed_draws, state.alive, copies.copies, copies.carried, copies.rates,
+    copies.averages, traffic.shared_draws, losses.counted, gradients.rewritten, balance.computed_again,
+    gradients.summed_inside, traffic.row_sums, balance.balance_counts, balance.whole_terms,
+    balance.coefficients_unjudged, losses.undivided, adjoints.adjoints, balance.choice_bias, balance.counted_once,
+    balance.same_choice, norms.scaled_apart,
 )  # fmt: skip
 
 
@@ -56,7 +35,7 @@ def check(recording: Recording, leave_out: tuple[Check, ...] = ()) -> list[Findi
     found: list[Finding] = []
     for step in recording.steps:
         analysis = Analysis(recording, step)
-        apart = local_steps(analysis)
+        apart = traffic.local_steps(analysis)
         if apart is not None:
             found.append(apart)
             break
@@ -90,7 +69,7 @@ def _judged(run: Check, analysis: Analysis) -> list[Finding]:
             f"step {analysis.step}: not judged: {what}: an error of the verifier in its check '{run.__name__}', please "
             f"report it: {type(error).__name__}: {error}"
         )
-        return [Finding(INCONCLUSIVE if run is coefficients else NOTE, "", sentence)]
+        return [Finding(INCONCLUSIVE if run is gradients.coefficients else NOTE, "", sentence)]
 
 
 def _again(found: Finding, told: Finding) -> bool:

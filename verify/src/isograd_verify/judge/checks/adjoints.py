@@ -2,9 +2,7 @@
 
 A call is judged where its contents show that it was linear: a gather, an exchange, a part of a whole, a sum over ranks.
 Where ranks hold copies, two conventions are right beside the plain one: what came back is one gradient that all ranks
-computed, and counts once; or what was given is one tensor, and each rank is sent back the whole of its gradient. A sum
-that sends back what came is right for one gradient: where ranks with the same data send it several, a later layer is
-wrong.
+computed, and counts once; or what was given is one tensor, and each rank is sent back the whole of its gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.events import Function
 from isograd_verify.tell.findings import BUG, Finding
-from isograd_verify.tell.wording import axis_over, finding
+from isograd_verify.tell.wording import axis_over
 
 Calls = dict[int, Function]  # by rank
 
@@ -28,7 +26,6 @@ Calls = dict[int, Function]  # by rank
 def adjoints(analysis: Analysis) -> Iterator[Finding]:
     """The backward of a function that gathers, sums or exchanges tensors is its adjoint."""
     told: set[str] = set()
-    names = tuple(n for n in analysis.names if analysis.info(n).gradient)
     later: Finding | None = None
     for calls in _together(analysis):
         first, axis = next(iter(calls.values())), axis_over(analysis.recording, tuple(calls))
@@ -47,7 +44,7 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
                 f"step {analysis.step}: {first.name} at {first.site} is the cross-entropy of logits that are cut over "
                 f"{axis}, and the gradient of a row, which sums to zero, sums to {left:.4g} for a label that weighs 1"
             )
-            yield finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
+            yield Finding(BUG, "wrong-adjoint", sentence, tensors=analysis.learning, axis=axis, site=first.site)
         overflow = not math.isfinite(made + given + size)
         if right or overflow or first.site in told or not _linear(calls, parts):
             continue
@@ -57,7 +54,7 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
                 "given the same data, and each rank sends back another gradient to it: a later layer does not sum that "
                 "of its input"
             )
-            later = finding(BUG, "input-unreduced", sentence, tensors=names, axis=axis, site=first.site)
+            later = Finding(BUG, "input-unreduced", sentence, tensors=analysis.learning, axis=axis, site=first.site)
             continue
         told.add(first.site)
         sentence = (
@@ -65,7 +62,7 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
             f"it made times what came back is {made:.6g} over the ranks, what it was given times what it sent back "
             f"{given:.6g}"
         )
-        yield finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
+        yield Finding(BUG, "wrong-adjoint", sentence, tensors=analysis.learning, axis=axis, site=first.site)
     if later is not None:
         yield later
 

@@ -14,12 +14,11 @@ from isograd_verify.judge.checks.copies import exchange
 from isograd_verify.judge.checks.norms import clipped_apart, clipped_early
 from isograd_verify.judge.checks.traffic import reduced_in_half, reductions
 from isograd_verify.judge.contributions import Fit, fit
-from isograd_verify.judge.naming import bug_of, class_of, classes_of
-from isograd_verify.judge.patterns import Symptom
+from isograd_verify.judge.patterns import Symptom, bug_of, class_of, classes_of
 from isograd_verify.record.axes import DATA
 from isograd_verify.record.events import REDUCING, Collective, Key, Rewritten
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, group_sizes, labelled, meanings, spell, spread
+from isograd_verify.tell.wording import axis_over, group_sizes, labelled, meanings, spell, spread
 
 
 @dataclass
@@ -57,7 +56,7 @@ def coefficients(analysis: Analysis) -> Iterator[Finding]:
                 f"step {analysis.step}: {name} is too small to tell its contributions apart, and they do not all "
                 "count equally"
             )
-            yield finding(INCONCLUSIVE, "", sentence, tensors=(name,))
+            yield Finding(INCONCLUSIVE, "", sentence, tensors=(name,))
     if read.unexplained:
         yield from _unexplained(analysis, list(dict.fromkeys(read.unexplained)))
 
@@ -86,25 +85,25 @@ def summed_inside(analysis: Analysis) -> Iterator[Finding]:
                 "the step although each rank came with its own"
             )
         verdict, axis = NOTE if known else INCONCLUSIVE, axis_over(analysis.recording, event.group)
-        yield finding(verdict, "", sentence, tensors=tuple(inside), axis=axis)
+        yield Finding(verdict, "", sentence, tensors=tuple(inside), axis=axis)
     elsewhere = [name for name, why in analysis.unread.items() if why == ELSEWHERE]
     if elsewhere:
         sentence = (
             f"{_whom(analysis, elsewhere)}: each rank has its own, no optimizer owns the parameters, and yet all ranks "
             f"give them the same new values: {ELSEWHERE}"
         )
-        yield finding(INCONCLUSIVE, "", sentence, tensors=tuple(elsewhere))
+        yield Finding(INCONCLUSIVE, "", sentence, tensors=tuple(elsewhere))
 
 
 def rewritten(analysis: Analysis) -> Iterator[Finding]:
     """Gradients that the program changes itself, other than by a factor, are judged as they were before."""
     if analysis.put_back:
-        events = [e for record in analysis.recording.ranks for e in record.of(Rewritten, analysis.step)]
+        site = next(event.site for _, event in analysis.of(Rewritten))
         sentence = (
             f"step {analysis.step}: {listed(analysis.put_back)} were changed by the program itself before the step, "
-            f"and not by one factor ({events[0].site}): they are judged as they were before"
+            f"and not by one factor ({site}): they are judged as they were before"
         )
-        yield finding(NOTE, "", sentence, tensors=analysis.put_back)
+        yield Finding(NOTE, "", sentence, tensors=analysis.put_back)
 
 
 def _whom(analysis: Analysis, names: Collection[str]) -> str:
@@ -222,7 +221,7 @@ def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
                 f"summed in forward, and were given different data: {listed(names)} get a gradient of their own on each"
             )
             along, bars = axis_over(analysis.recording, ranks), labelled(tensors[names[0]])
-            yield finding(BUG, "inputs-differ", sentence, tensors=names, axis=along, coefficients=bars)
+            yield Finding(BUG, "inputs-differ", sentence, tensors=names, axis=along, coefficients=bars)
             continue
         here = {rank for name in names for rank in read.where.get(name, analysis.holders(name))}
         held = {rank for name in names for rank in analysis.holders(name)}
@@ -232,13 +231,13 @@ def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
         where = f" on {spell(sorted(here))}" if here < held else ""  # stages may share their names
         whom = f"all {len(names)} gradients" if everything and not where else f"{classes_of(names)} ({listed(names)})"
         sentence = f"step {analysis.step}: {whom}{where}: {_said(bug, kind, value, axis)}"
-        yield finding(BUG, bug, sentence, tensors=names, axis=axis, coefficients=labelled(tensors[names[0]]))
+        yield Finding(BUG, bug, sentence, tensors=names, axis=axis, coefficients=labelled(tensors[names[0]]))
 
 
 def other_data(analysis: Analysis) -> tuple[tuple[int, ...], tuple[str, ...]] | None:
     """(ranks that hold parts of one model, sum activations in forward and were given different data; what is cut over
     them). Ranks that exchange tokens of experts, or gather parts of sequences, have data of their own."""
-    forward = [e for r in analysis.recording.ranks for e in r.of(Collective, analysis.step) if e.phase == "forward"]
+    forward = [e for _, e in analysis.of(Collective) if e.phase == "forward"]
     own = {e.group for e in forward if e.op in ("all_to_all", "all_gather", "reduce_scatter")}
     for group in {e.group for e in forward if e.op == "all_reduce" and e.numel > 1} - own:
         given = analysis.data_of(group)
@@ -318,9 +317,9 @@ def _per_rank(analysis: Analysis, scales: dict[str, dict[int, float]], apart: li
     if all(spread(values) <= loose for values in on.values()):
         factors = ", ".join(f"{name} by {value:.4g}" for name, value in bars)
         sentence += f", as by a clip that takes each rank's own norm: {factors}"
-        return finding(BUG, "clip-per-rank", sentence, tensors=tuple(sorted(apart)), axis=axis, coefficients=bars)
+        return Finding(BUG, "clip-per-rank", sentence, tensors=tuple(sorted(apart)), axis=axis, coefficients=bars)
     sentence += ", tensor by tensor: adaptive clipping does so on purpose; a run on one device would decide"
-    return finding(INCONCLUSIVE, "", sentence, tensors=tuple(sorted(apart)), axis=axis)
+    return Finding(INCONCLUSIVE, "", sentence, tensors=tuple(sorted(apart)), axis=axis)
 
 
 def _per_class(analysis: Analysis, read: _Read) -> Iterator[Finding]:
@@ -352,7 +351,7 @@ def _per_class(analysis: Analysis, read: _Read) -> Iterator[Finding]:
             "other tensors count once"
         )
         bars = (("most tensors", usual), *((n, scales[n]) for n in names[:8]))
-        yield finding(BUG, bug, sentence, tensors=tuple(names), axis=spell(analysis.all_ranks), coefficients=bars)
+        yield Finding(BUG, bug, sentence, tensors=tuple(names), axis=spell(analysis.all_ranks), coefficients=bars)
     if unclear:
         names = list(unclear)
         low, high = min(unclear.values()), max(unclear.values())
@@ -361,7 +360,7 @@ def _per_class(analysis: Analysis, read: _Read) -> Iterator[Finding]:
             "once, which is the size of no group: adaptive clipping does so on purpose; one device would decide"
         )
         bars = (("most tensors", usual), *((n, scales[n]) for n in names[:8]))
-        yield finding(INCONCLUSIVE, "", sentence, tensors=tuple(names), coefficients=bars)
+        yield Finding(INCONCLUSIVE, "", sentence, tensors=tuple(names), coefficients=bars)
 
 
 def _factor(value: float) -> float:
@@ -399,10 +398,10 @@ def _unexplained(analysis: Analysis, names: list[str]) -> Iterator[Finding]:
             f"step {analysis.step}: {listed(names)}: what {analysis.micros} micro-batches added was added up in bf16 "
             f"(every number that {narrow.op} at {narrow.site} is given is one of bf16; left over: {worst:.1e})"
         )
-        yield finding(BUG, "bf16-accumulation", sentence, tensors=tuple(names), site=narrow.site)
+        yield Finding(BUG, "bf16-accumulation", sentence, tensors=tuple(names), site=narrow.site)
         return
     sentence = (
         f"step {analysis.step}: {listed(names)}: what reached the optimizer is no sum of what backward added "
         f"(left over: {worst:.1e} of it)"
     )
-    yield finding(NOTE if worst < tolerances.CHANGED else INCONCLUSIVE, "", sentence, tensors=tuple(names))
+    yield Finding(NOTE if worst < tolerances.CHANGED else INCONCLUSIVE, "", sentence, tensors=tuple(names))

@@ -9,7 +9,7 @@ from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.events import CUT, KEPT, OTHERS, Collective, LabelWeight, Logits, Loss, Reached
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, spread
+from isograd_verify.tell.wording import axis_over, spread
 
 _REACHES = {
     CUT: "has no backward but receives a tensor that needs a gradient",
@@ -45,20 +45,19 @@ def graph_cuts(analysis: Analysis) -> Iterator[Finding]:
         share = _share_of_one_loss(analysis, event.group) if how == OTHERS and counts is None else None
         if share is not None:
             if spread((share, 1.0)) > tolerances.FACTOR:
-                names = tuple(n for n in analysis.names if analysis.info(n).gradient)
                 sentence = (
                     f"step {analysis.step}: {event.op} at {site}{module} has no backward; every rank computes all of "
                     f"the loss (its labels and its value are the same on {axis}), so what each rank adds must be "
                     f"summed: all gradients count {share:.4g} times what they should"
                 )
                 known = (("all of the loss", 1.0), ("here", share))
-                yield finding(
-                    BUG, "cut-graph", sentence, tensors=names, axis=axis, coefficients=known, site=site
+                yield Finding(
+                    BUG, "cut-graph", sentence, tensors=analysis.learning, axis=axis, coefficients=known, site=site
                 )  # fmt: skip
             continue
         if counts is None:
             names = lost if how == CUT else ()
-            yield finding(verdict, "cut-graph", sentence, tensors=names, axis=axis, site=site)
+            yield Finding(verdict, "cut-graph", sentence, tensors=names, axis=axis, site=site)
             continue
         copied, parts = counts
         should = next(iter(copied.values()))
@@ -71,7 +70,7 @@ def graph_cuts(analysis: Analysis) -> Iterator[Finding]:
                 f"other tensors must be summed: {listed(list(wrong))} count {factors} times what they should"
             )
             bars = (*copied.items(), *((n, parts[n]) for n in wrong))[:9]
-            yield finding(BUG, "cut-graph", sentence, tensors=tuple(wrong), axis=axis, coefficients=bars, site=site)
+            yield Finding(BUG, "cut-graph", sentence, tensors=tuple(wrong), axis=axis, coefficients=bars, site=site)
 
 
 def _whole_loss_everywhere(
@@ -144,7 +143,6 @@ def logit_gradients(analysis: Analysis) -> Iterator[Finding]:
                 f"log_softmax's: its rows sum to {shift / size:.2g} of their size instead of 0, so something other "
                 "than cross-entropy uses log_softmax there"
             )
-            names = tuple(n for n in analysis.names if analysis.info(n).gradient)
             axis = axis_over(analysis.recording, analysis.all_ranks)
-            yield finding(BUG, "log-softmax-uncorrected", sentence, tensors=names, axis=axis)
+            yield Finding(BUG, "log-softmax-uncorrected", sentence, tensors=analysis.learning, axis=axis)
             return

@@ -1,22 +1,23 @@
-"""Checks of the loss: every label weighs the same, on all ranks and in all micro-batches.
+"""Checks of the loss: every label weighs the same, on all ranks and in all micro-batches; so does every element of a
+mean.
 
 A label's weight is what comes back to cross-entropy for it, times the coefficient with which its micro-batch counts in
-the gradient. Calls are compared with calls from the same line of the program: a second loss has a weight of its own,
-and may be missing on some ranks. A program may weigh label by label; then nothing tells its divisor.
+the gradient. Calls are compared with calls from the same line of the program: a second loss has a weight of its own.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from isograd_verify import tolerances
-from isograd_verify.judge.analysis import Analysis, Weighed
+from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.terms import factor_from, reduced_twice, reference_tensor, shares, step_shares
 from isograd_verify.record.events import Backward, Key, LabelWeight, Loss, MeanWeight, Reached, Uncounted
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
-from isograd_verify.tell.wording import finding, labelled, meanings, narrowed, spread
+from isograd_verify.tell.wording import labelled, meanings, narrowed, spread
 
 
 def token_weights(analysis: Analysis) -> Iterator[Finding]:
@@ -58,16 +59,15 @@ def counted(analysis: Analysis) -> Iterator[Finding]:
             "the labels of the loss could not be counted, so a mean of means would not show; to have them judged, put "
             f"'loss = isograd_verify.weigh(loss, number_of_labels)' {places[0]}"
         )
-        yield finding(NOTE, "", sentence)
+        yield Finding(NOTE, "", sentence)
 
 
 def undivided(analysis: Analysis) -> Iterator[Finding]:
     """Losses that nobody can count are divided by the number of micro-batches, where each is a mean of its own."""
     told: dict[str, dict[Key, float]] = defaultdict(dict)
     share = step_shares(analysis) if analysis.micros > 1 and not analysis.losses else {}
-    for record in analysis.recording.ranks if share else ():
-        for event in record.of(Uncounted, analysis.step):
-            told[event.site][record.rank, event.micro] = event.weight
+    for rank, event in analysis.of(Uncounted) if share else ():
+        told[event.site][rank, event.micro] = event.weight
     for site, weights in told.items():
         total = sum(share.get(key, 0.0) * weight for key, weight in weights.items())
         if spread((total, float(analysis.micros))) <= tolerances.FACTOR:
@@ -76,20 +76,20 @@ def undivided(analysis: Analysis) -> Iterator[Finding]:
                 "nothing divides by their number: right for a sum over labels, wrong for a mean; "
                 "'isograd_verify.weigh' or a run on one device would decide"
             )
-            names = tuple(n for n in analysis.names if analysis.info(n).gradient)
             axis = "micro-batches"
-            yield finding(INCONCLUSIVE, "accum-undivided", sentence, tensors=names, axis=axis, site=site)
+            yield Finding(INCONCLUSIVE, "accum-undivided", sentence, tensors=analysis.learning, axis=axis, site=site)
             return
 
 
-def _together(calls: list[Weighed], tolerance: float) -> list[Weighed]:
+def _together(calls: list[LabelWeight], tolerance: float) -> list[LabelWeight]:
     """Calls of one micro-batch whose labels have one weight (a loss in chunks) are one call."""
     low, high = min(w.low for w in calls), max(w.high for w in calls)
-    return [Weighed(sum(w.count for w in calls), low, high)] if spread((low, high)) <= tolerance else calls
+    count = sum(w.count for w in calls)
+    return [replace(calls[0], count=count, low=low, high=high)] if spread((low, high)) <= tolerance else calls
 
 
 def _one_loss(
-    analysis: Analysis, where: str, site: str, calls: dict[Key, list[Weighed]], share: dict[Key, float],
+    analysis: Analysis, where: str, site: str, calls: dict[Key, list[LabelWeight]], share: dict[Key, float],
     tolerance: float,
 ) -> Finding | None:  # fmt: skip
     number = {len(weighed) for weighed in calls.values()}
@@ -98,7 +98,7 @@ def _one_loss(
             f"step {analysis.step}: the loss{where} weighs its labels one by one, or is not called equally often for "
             "all micro-batches: whether each divides by its own number of labels cannot be told"
         )
-        return finding(NOTE, "", sentence)
+        return Finding(NOTE, "", sentence)
     for i in range(number.pop()):
         counts = {key: weighed[i].count for key, weighed in calls.items()}
         weights = {key: share[key] * weighed[i].low for key, weighed in calls.items()}
@@ -111,19 +111,18 @@ def _unequal(
     analysis: Analysis, where: str, site: str, weights: dict[Key, float], counts: dict[Key, float], tolerance: float
 ) -> Finding:
     """A mean of means where weights follow the counts; else labels may be weighed on purpose."""
-    trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
     follows, steps = own_counts(weights, counts, tolerance), analysis.recording.steps
     if not follows and analysis.step > steps[0] and not equal_on_ranks(weights, tolerance):
         first = Analysis(analysis.recording, steps[0])
         if first.losses and not any(f.bug in ("", "mean-of-means") for f in token_weights(first)):
-            return carried(analysis, f"a label of the loss{where}", weights, trainable, site)
+            return carried(analysis, f"a label of the loss{where}", weights, site)
     over, times, told, bars = differences(weights, counts)
     sentence = (
         f"step {analysis.step}: all gradients: a label's weight{where} differs by {times:.3g}x between {over} "
         f"({follows or 'and does not follow the numbers of labels: on purpose, or not'}: {told})"
     )
     verdict = BUG if follows else INCONCLUSIVE
-    return finding(verdict, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars)
+    return Finding(verdict, "mean-of-means", sentence, tensors=analysis.learning, axis=over, coefficients=bars)
 
 
 def differences(
@@ -154,9 +153,7 @@ def own_counts(weights: dict[Key, float], counts: dict[Key, float], tolerance: f
     return ""
 
 
-def carried(
-    analysis: Analysis, what: str, weights: dict[Key, float], trainable: tuple[str, ...], site: str = ""
-) -> Finding:
+def carried(analysis: Analysis, what: str, weights: dict[Key, float], site: str = "") -> Finding:
     """Weights that were equal in the first step and follow no numbers now: ranks carry something from step to step."""
     each = {rank: next(w for (r, _), w in weights.items() if r == rank) for rank, _ in weights}
     sentence = (
@@ -165,7 +162,7 @@ def carried(
         "by, or multiplies with, a number that it carries from step to step and that is made from its own rows, or "
         "weighs its rows on purpose"
     )
-    return finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=trainable, axis="ranks", site=site)
+    return Finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=analysis.learning, axis="ranks", site=site)
 
 
 def equal_on_ranks(weights: dict[Key, float], tolerance: float) -> bool:
@@ -175,7 +172,9 @@ def equal_on_ranks(weights: dict[Key, float], tolerance: float) -> bool:
     )
 
 
-def _means_over_all(analysis: Analysis, calls: dict[Key, list[Weighed]], share: dict[Key, float]) -> Iterator[Finding]:
+def _means_over_all(
+    analysis: Analysis, calls: dict[Key, list[LabelWeight]], share: dict[Key, float]
+) -> Iterator[Finding]:
     """The gradient is a multiple of the mean over all labels, and there are as many micro-batches, or ranks."""
     if _summed(analysis) or any(event.calls for r in analysis.recording.ranks for event in r.of(Reached)):
         return  # sums, or a loss that looks at other ranks' rows: its labels are counted on several ranks
@@ -196,11 +195,73 @@ def _means_over_all(analysis: Analysis, calls: dict[Key, list[Weighed]], share: 
         f"step {analysis.step}: all gradients are {total:.4g} times the mean over the step's labels, which is "
         f"{' or '.join(of.values())}; a run on one device would decide"
     )
-    trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
-    yield finding(INCONCLUSIVE, bug, sentence, tensors=trainable, axis=" or ".join(of))
+    yield Finding(INCONCLUSIVE, bug, sentence, tensors=analysis.learning, axis=" or ".join(of))
 
 
 def _summed(analysis: Analysis) -> bool:
     """Whether the program's losses are sums over labels, so that a total other than one means nothing."""
     kinds = {e.reduction for r in analysis.recording.ranks for e in r.of(Loss)}
     return kinds != {"mean"}
+
+
+def mean_weights(analysis: Analysis) -> Iterator[Finding]:
+    """Every element of a mean weighs the same, over all ranks and micro-batches of the step."""
+    told: set[tuple[str, float]] = set()  # what was told: a sum and what divides it are one mean
+    for term, (means, weights, tolerance) in _element_weights(analysis).items():
+        if spread(weights.values()) <= tolerance:
+            continue
+        site = next(iter(means.values())).site
+        for counts in ({key: means[key].count for key in weights}, {key: means[key].nonzero for key in weights}):
+            follows = own_counts(weights, counts, tolerance) if len(set(counts.values())) > 1 else ""
+            if not follows:
+                continue  # scaled on purpose, or no term of the loss
+            over, times, numbers, bars = differences(weights, counts)
+            sentence = (
+                f"step {analysis.step}: the mean at {site}: an element's weight differs by {times:.3g}x between {over} "
+                f"({follows.replace('labels', 'elements')}: {numbers})"
+            )
+            one = (over, round(times, 4))
+            if not any(mean.divided for mean in means.values()) or one not in told:
+                told.add(one)
+                yield Finding(
+                    BUG, "mean-of-means", sentence, tensors=analysis.learning, axis=over, coefficients=bars, site=site
+                )
+            break
+        else:
+            if _equal_at_first(analysis, term) and not equal_on_ranks(weights, tolerance):
+                yield carried(analysis, f"an element of the sum or mean at {site}", weights, site)
+
+
+def _equal_at_first(analysis: Analysis, term: str) -> bool:
+    first = analysis.recording.steps[0]
+    of_first = _element_weights(Analysis(analysis.recording, first)) if analysis.step > first else {}
+    return term in of_first and equal_on_ranks(*of_first[term][1:])
+
+
+def _element_weights(analysis: Analysis) -> dict[str, tuple[dict[Key, MeanWeight], dict[Key, float], float]]:
+    """Of each mean or sum in the loss: itself by rank and micro-batch, what an element weighs in the gradient, and how
+    exactly that is known."""
+    chosen = reference_tensor(analysis) if not analysis.losses else None  # labels say more than elements
+    if chosen is None:
+        return {}
+    tolerance = max(tolerances.LOOSE * analysis.tolerance(chosen[0]), tolerances.FACTOR)
+    share = shares(analysis, chosen[1])
+    found = {}
+    for term, means in _mean_terms(analysis, tolerance):
+        weights = {key: share[key] * mean.weight for key, mean in means.items() if key in share}
+        if weights:
+            found[term] = means, weights, tolerance
+    return found
+
+
+def _mean_terms(analysis: Analysis, tolerance: float) -> Iterator[tuple[str, dict[Key, MeanWeight]]]:
+    """(its name, the mean by rank and micro-batch) of each mean in the loss. One that is computed several times in a
+    micro-batch with one weight (a loss in chunks) is one; with several weights (row by row, say) it is a mean of means
+    on purpose, and no term."""
+    terms: dict[str, dict[Key, list[MeanWeight]]] = defaultdict(lambda: defaultdict(list))
+    for rank, event in analysis.of(MeanWeight):
+        terms[event.term][rank, event.micro].append(event)
+    for term, means in terms.items():
+        if all(spread(one.weight for one in found) <= tolerance for found in means.values()):
+            counts = {k: (sum(one.count for one in of), sum(one.nonzero for one in of)) for k, of in means.items()}
+            yield term, {k: replace(means[k][0], count=n, nonzero=nonzero) for k, (n, nonzero) in counts.items()}

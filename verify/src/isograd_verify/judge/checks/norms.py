@@ -7,18 +7,17 @@ from collections.abc import Iterator
 
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.judge.naming import class_of
+from isograd_verify.judge.patterns import class_of
 from isograd_verify.record.events import Backward, Key, Norm, ScaledClip, micro_of
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, spread
+from isograd_verify.tell.wording import axis_over, spread
 
 
 def norms(analysis: Analysis) -> Iterator[Finding]:
     """All ranks use one norm, it counts every element once, and they clip by one factor."""
-    told = {r.rank: [e.value for e in r.of(Norm, analysis.step)] for r in analysis.recording.ranks}
-    reported = {rank: values[-1] for rank, values in told.items() if values}  # earlier ones may be of a step left out
+    reported = {rank: event.value for rank, event in analysis.of(Norm)}  # earlier ones may be of a step left out
     bars = _bars(reported)
-    names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+    names = analysis.learning
     omitted = _omits_experts(analysis, reported)
     if omitted:
         low, high = min(reported.values()), max(reported.values())
@@ -26,7 +25,9 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
             f"step {analysis.step}: the norm ({low:.6g}{f' to {high:.6g}' if high > low else ''}) {omitted}; each "
             f"element once gives {true_norm(analysis):.6g}"
         )
-        yield finding(BUG, "norm-omits-experts", sentence, axis=_experts_axis(analysis), coefficients=bars)
+        sets = next(sets for name in analysis.names if len(sets := analysis.replica_sets(name)) > 1)
+        axis = axis_over(analysis.recording, tuple(ranks[0] for ranks in sets))
+        yield Finding(BUG, "norm-omits-experts", sentence, axis=axis, coefficients=bars)
         return
     if len(reported) > 1 and spread(reported.values()) > tolerances.NORM:
         low, high = min(reported.values()), max(reported.values())
@@ -37,7 +38,7 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
                 f"step {analysis.step}: copies of the gradients of {listed(unequal)} differ between {axis} before the "
                 f"clip, and the norm with them: {low:.6g} to {high:.6g}"
             )
-            yield finding(BUG, "replicas-differ", sentence, tensors=unequal, axis=axis, coefficients=bars)
+            yield Finding(BUG, "replicas-differ", sentence, tensors=unequal, axis=axis, coefficients=bars)
             return
         yield _per_rank(analysis, f"the gradient norm differs between ranks: {low:.6g} to {high:.6g}", reported, names)
         return
@@ -55,21 +56,19 @@ def _bars(values: dict[int, float]) -> tuple[tuple[str, float], ...]:
 
 def _per_rank(analysis: Analysis, what: str, values: dict[int, float], names: tuple[str, ...]) -> Finding:
     axis, sentence = axis_over(analysis.recording, _unlike(values)), f"step {analysis.step}: {what}"
-    return finding(BUG, "clip-per-rank", sentence, tensors=names, axis=axis, coefficients=_bars(values))
+    return Finding(BUG, "clip-per-rank", sentence, tensors=names, axis=axis, coefficients=_bars(values))
 
 
 def scaled_clips(analysis: Analysis) -> Iterator[Finding]:
     """Gradients are clipped when a gradient scaler has taken its factor from them."""
-    clips = [clip for record in analysis.recording.ranks for clip in record.of(ScaledClip, analysis.step)]
-    if clips:
-        one = clips[0]
+    one = next((clip for _, clip in analysis.of(ScaledClip)), None)
+    if one is not None:
         sentence = (
             f"step {analysis.step}: gradients are clipped at {one.bound:g} while the gradient scaler's factor "
             f"{one.scale:g} is still in them: that bounds them at {one.bound / one.scale:.3g}"
         )
-        names = tuple(n for n in analysis.names if analysis.info(n).gradient)
         bars = (("what the program says", 1.0), ("what it does", 1 / one.scale))
-        yield finding(BUG, "clip-scaled", sentence, tensors=names, coefficients=bars, site=one.site)
+        yield Finding(BUG, "clip-scaled", sentence, tensors=analysis.learning, coefficients=bars, site=one.site)
 
 
 def scaled_apart(analysis: Analysis) -> Iterator[Finding]:
@@ -95,7 +94,7 @@ def scaled_apart(analysis: Analysis) -> Iterator[Finding]:
 def clipped_apart(analysis: Analysis, found: dict[Key, float]) -> bool:
     """Whether the contributions of each rank have a factor of its own, as after a clip by its own norm: the larger the
     norm that it reported, the smaller its factor, and factor x norm one number where both were clipped."""
-    reported = {r.rank: e.value for r in analysis.recording.ranks for e in r.of(Norm, analysis.step)}
+    reported = {rank: event.value for rank, event in analysis.of(Norm)}
     by_rank: dict[int, list[float]] = {}
     for (rank, _), value in found.items():
         by_rank.setdefault(rank, []).append(value)
@@ -114,7 +113,7 @@ def clipped_apart(analysis: Analysis, found: dict[Key, float]) -> bool:
 def clipped_early(analysis: Analysis, found: dict[Key, float]) -> bool:
     """Whether each rank has clipped before its last backward, and what was there by then counts less than the rest."""
     last = max(micro_of(m) for _, m in found)
-    events = [(r.rank, e.micro) for r in analysis.recording.ranks for e in r.of(Norm, analysis.step) if e.micro < last]
+    events = [(rank, event.micro) for rank, event in analysis.of(Norm) if event.micro < last]
     clip = {rank: max(micro for r, micro in events if r == rank) for rank, _ in events}
     behind = [value for (rank, m), value in found.items() if micro_of(m) > clip.get(rank, last)]
     before = [value for (rank, m), value in found.items() if micro_of(m) <= clip.get(rank, last)]
@@ -204,12 +203,6 @@ def _omits_experts(analysis: Analysis, reported: dict[int, float]) -> str:
     return ""
 
 
-def _experts_axis(analysis: Analysis) -> str:
-    """The axis along which ranks hold different experts."""
-    sets = next(sets for name in analysis.names if len(sets := analysis.replica_sets(name)) > 1)
-    return axis_over(analysis.recording, tuple(ranks[0] for ranks in sets))
-
-
 def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -> Iterator[Finding]:
     truth = true_norm(analysis)
     rounding = max((analysis.tolerance(name) for name in names), default=0.0)  # norms are rounded as gradients are
@@ -225,7 +218,7 @@ def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -
         ": it counts every copy of replicated tensors" if exact else ""
     )
     bars = (("reported", reported / truth), ("each element once", 1.0))
-    yield finding(
+    yield Finding(
         BUG,
         "norm-counts-replicas",
         sentence,

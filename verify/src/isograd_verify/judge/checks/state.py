@@ -1,15 +1,18 @@
-"""Checks of state: copies stay equal, all ranks step together, every parameter has a gradient and an owner."""
+"""Checks of state: copies stay equal, all ranks step together, every parameter has a gradient and an owner, and the
+model learns something."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.graphs import graph_cuts
 from isograd_verify.judge.checks.traffic import served_ranks
-from isograd_verify.record.events import Backward, Event, Input, Parameter, Step
+from isograd_verify.record.events import Backward, Event, Input, Loss, Parameter, Step
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, spell
+from isograd_verify.tell.wording import axis_over, spell
 
 
 def steps_together(analysis: Analysis) -> Iterator[Finding]:
@@ -26,7 +29,7 @@ def steps_together(analysis: Analysis) -> Iterator[Finding]:
             f"{spell(served)} took no optimizer step at all, and got tensors from other ranks outside of backward: a "
             "rank that steps for all and gives its weights to the others; what the others hold is not judged"
         )
-        yield finding(INCONCLUSIVE, "", sentence, axis=spell(served))
+        yield Finding(INCONCLUSIVE, "", sentence, axis=spell(served))
         return
     common = min((t[-1] for t in taken if t), default=0)
     within = [[b for b in t if b <= common] for t in taken]
@@ -37,7 +40,7 @@ def steps_together(analysis: Analysis) -> Iterator[Finding]:
         sentence = f"rank {rank} took no optimizer step after micro-batch {at[0]}, while other ranks did"
         names = tuple(n for n in analysis.names if analysis.info(n).trainable)
         bars = tuple((f"rank {r}", float(len(t))) for r, t in enumerate(within))
-        yield finding(
+        yield Finding(
             BUG, "overflow-alone", sentence, tensors=names, axis=spell([r for r, _ in skipped]), coefficients=bars
         )
 
@@ -69,14 +72,14 @@ def replicas(analysis: Analysis) -> Iterator[Finding]:
         ranks = max(apart.values(), key=len)
         axis = axis_over(analysis.recording, ranks)
         sentence = f"step {analysis.step}: copies of {listed(names)} differ between {axis} after the step"
-        yield finding(BUG, "replicas-differ", sentence, tensors=names, axis=axis)
+        yield Finding(BUG, "replicas-differ", sentence, tensors=names, axis=axis)
     if analysis.unsure:
         names = tuple(sorted(analysis.unsure))
         sentence = (
             f"step {analysis.step}: {listed(names)} begin constant and differ between ranks after the step: shards "
             "or drifting copies, which nothing tells; compare with a recording of one device"
         )
-        yield finding(INCONCLUSIVE, "", sentence, tensors=names)
+        yield Finding(INCONCLUSIVE, "", sentence, tensors=names)
 
 
 def continuity(analysis: Analysis) -> Iterator[Finding]:
@@ -105,13 +108,13 @@ def continuity(analysis: Analysis) -> Iterator[Finding]:
             f"step {analysis.step}: {listed(tuple(swapped))}: rank {rank} now holds what rank {other} held before"
         )
         axis = axis_over(analysis.recording, (rank, other))
-        yield finding(BUG, "resume-other-rank", sentence, tensors=tuple(swapped), axis=axis)
+        yield Finding(BUG, "resume-other-rank", sentence, tensors=tuple(swapped), axis=axis)
     elif changed:
         names = tuple(dict.fromkeys(changed))
         sentence = (
             f"{listed(names)} changed between steps {analysis.step - 1} and {analysis.step} without the optimizer"
         )
-        yield finding(NOTE, "", sentence, tensors=names)
+        yield Finding(NOTE, "", sentence, tensors=names)
 
 
 def missing(analysis: Analysis) -> Iterator[Finding]:
@@ -126,19 +129,43 @@ def missing(analysis: Analysis) -> Iterator[Finding]:
             if any(n in analysis.about[r] and not analysis.about[r][n].finite for n in bad)
         ]
         sentence = f"step {analysis.step}: the gradients of {listed(bad)} are not finite on {spell(ranks)}"
-        yield finding(BUG, "non-finite", sentence, tensors=bad, axis=spell(ranks))
+        yield Finding(BUG, "non-finite", sentence, tensors=bad, axis=spell(ranks))
     lost = tuple(n for n in trainable if analysis.contributions(n) and not any(i.gradient for i in infos[n]))
-    stepped = any(not e.note for r in analysis.recording.ranks for e in r.of(Step, analysis.step))
+    stepped = any(not event.note for _, event in analysis.of(Step))
     if lost and stepped:  # else a program may have thrown them away after a step of its own
         axis = axis_over(analysis.recording, analysis.all_ranks)
         whom = f"all {len(lost)} gradients" if len(lost) == len(trainable) else listed(lost)
         sentence = f"step {analysis.step}: {whom}: backward made them, but none has reached .grad: nothing was reduced"
-        yield finding(BUG, "nosync-missing", sentence, tensors=lost, axis=axis)
+        yield Finding(BUG, "nosync-missing", sentence, tensors=lost, axis=axis)
     without = tuple(n for n in trainable if not any(i.gradient for i in infos[n]))
     if without and not lost and len(without) < len(trainable) and not any(True for _ in graph_cuts(analysis)):
         sentence = f"step {analysis.step}: {listed(without)} got no gradient on any rank"
-        yield finding(NOTE, "", sentence, tensors=without)
+        yield Finding(NOTE, "", sentence, tensors=without)
     orphans = tuple(n for n in trainable if any(i.gradient for i in infos[n]) and not any(i.owned for i in infos[n]))
     if orphans and stepped and not analysis.stepped_elsewhere:
         sentence = f"step {analysis.step}: {listed(orphans)} get gradients but no optimizer owns them"
-        yield finding(BUG, "unowned", sentence, tensors=orphans)
+        yield Finding(BUG, "unowned", sentence, tensors=orphans)
+
+
+def alive(analysis: Analysis) -> Iterator[Finding]:
+    """Some matrix of the model has a gradient that is not zero, in some watched step."""
+    ranks, steps = analysis.recording.ranks, analysis.recording.steps
+    if analysis.step != steps[0]:
+        return
+    names = tuple(n for n in analysis.names if analysis.info(n).trainable and len(analysis.info(n).whole) > 1)
+    sums = [r.group(step, "sum") for r in ranks for step in steps]
+    losses = [loss for record in ranks for loss in record.of(Loss, analysis.step)]
+    without_labels = bool(losses) and not any(loss.count for loss in losses)
+    if not names or without_labels or any(name not in analysis.sums[analysis.holders(name)[0]] for name in names):
+        return
+    if any(bool(one[name].any()) for one in sums for name in names if name in one):
+        return
+    sentence = f"the gradients of all {len(names)} matrices are zero in {len(steps)} watched steps"
+    far = [(abs(loss.value / math.log(loss.classes) - 1), loss) for loss in losses if loss.classes > 1]
+    chance = [loss for error, loss in far if error <= tolerances.CHANCE]
+    if chance:
+        sentence += f", and the loss is {chance[0].value:.4f}, the logarithm of its {chance[0].classes} classes: "
+        sentence += "the model gives every class the same probability and learns nothing"
+    else:
+        sentence += ": nothing can be learnt from them, and runs that are compared would be equal"
+    yield Finding(BUG if chance else INCONCLUSIVE, "dead-model", sentence, tensors=names)

@@ -1,4 +1,5 @@
-"""Checks of traffic: who calls which collective, over whom, in which dtype; and who draws which random numbers."""
+"""Checks of traffic: who calls which collective, over whom, in which dtype; what sums a tensor, and who draws which
+random numbers."""
 
 from __future__ import annotations
 
@@ -7,18 +8,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 
+from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.axes import DATA, Axes
 from isograd_verify.record.events import REDUCING, Collective, Draw, RowSums, Step
+from isograd_verify.record.recording import Recording
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
-from isograd_verify.tell.wording import axis_over, finding, spell
+from isograd_verify.tell.wording import axis_over, spell
 
 HALF = ("bfloat16", "float16")
 FEWEST = 64  # elements of an activation: with fewer, two masks may be equal by chance
-
-
-def _collectives(analysis: Analysis, rank: int) -> list[Collective]:
-    return analysis.recording.ranks[rank].of(Collective, analysis.step)
 
 
 def served_ranks(analysis: Analysis) -> tuple[int, ...]:
@@ -43,28 +42,29 @@ def order(analysis: Analysis) -> Iterator[Finding]:
     """Members of a group issue the same collectives in the same order."""
     if served_ranks(analysis):
         return
-    by_group: dict[tuple[int, ...], dict[int, list[Collective]]] = defaultdict(dict)
-    for rank in range(analysis.world):
-        for event in _collectives(analysis, rank):
-            if event.op not in ("send", "recv") and rank in event.group:
-                by_group[event.group].setdefault(rank, []).append(event)
-    for group, members in by_group.items():
-        if len(group) < 2:
-            continue
-        first = members.get(group[0], [])
+    for group, members in called(analysis.recording, analysis.step).items():
+        first = members[group[0]]
         for rank in group[1:]:
-            if _unseen(analysis, group, group[0], len(first)) or _unseen(
-                analysis, group, rank, len(members.get(rank, []))
-            ):
+            if any(_unseen(analysis, group, r, len(members[r])) for r in (group[0], rank)):
                 continue
-            for i, (a, b) in enumerate(zip_longest(first, members.get(rank, []))):
+            for i, (a, b) in enumerate(zip_longest(first, members[rank])):
                 if a is None or b is None or signature(a) != signature(b):
                     sentence = (
                         f"step {analysis.step}: collective {i + 1} over {spell(group)}: rank {group[0]} calls "
-                        f"{_spelled(a)}, rank {rank} calls {_spelled(b)}"
+                        f"{a or 'none'}, rank {rank} calls {b or 'none'}"
                     )
-                    yield finding(BUG, "order", sentence, axis=spell(group))
+                    yield Finding(BUG, "order", sentence, axis=spell(group))
                     return
+
+
+def called(recording: Recording, step: int | None = None) -> dict[tuple[int, ...], dict[int, list[Collective]]]:
+    """By group: the collectives that each of its members called, in a step or in all."""
+    found: dict[tuple[int, ...], dict[int, list[Collective]]] = {}
+    for record in recording.ranks:
+        for event in record.of(Collective, step):
+            if event.op not in ("send", "recv") and record.rank in event.group:
+                found.setdefault(event.group, {rank: [] for rank in event.group})[record.rank].append(event)
+    return found
 
 
 def _unseen(analysis: Analysis, group: tuple[int, ...], rank: int, seen: int) -> bool:
@@ -103,7 +103,7 @@ def local_steps(analysis: Analysis) -> Finding | None:
         f"over {spell(whole.group)} in step {analysis.step - 1}: local SGD does so on purpose, and averages weights "
         "later; steps are judged up to here"
     )
-    return finding(INCONCLUSIVE, "", sentence, axis=spell(whole.group))
+    return Finding(INCONCLUSIVE, "", sentence, axis=spell(whole.group))
 
 
 def signature(event: Collective) -> tuple[object, ...]:
@@ -112,22 +112,17 @@ def signature(event: Collective) -> tuple[object, ...]:
     return (event.op, event.dtype, event.numel if same_size else 0)
 
 
-def _spelled(event: Collective | None) -> str:
-    return "none" if event is None else str(event)
-
-
 def groups(analysis: Analysis) -> Iterator[Finding]:
     """Groups that reduce gradients are axes of some mesh: ranks at equal distances."""
     odd = {}
-    for rank in range(analysis.world):
-        for event in _collectives(analysis, rank):
-            g = event.group
-            if len(g) > 2 and event.covers and len({b - a for a, b in pairwise(g)}) > 1:
-                odd[tuple(g)] = event
+    for _, event in analysis.of(Collective):
+        g = event.group
+        if len(g) > 2 and event.covers and len({b - a for a, b in pairwise(g)}) > 1:
+            odd[tuple(g)] = event
     for group, event in odd.items():
         where = f"{event.op} at {event.site}"
         sentence = f"step {analysis.step}: {where} runs over {spell(group)}, which is no axis of a mesh"
-        yield finding(NOTE, "wrong-group", sentence, tensors=event.covers, axis=spell(group))
+        yield Finding(NOTE, "wrong-group", sentence, tensors=event.covers, axis=spell(group))
 
 
 def reduced_in_half(analysis: Analysis) -> list[Collective]:
@@ -142,8 +137,7 @@ def reduced_in_half(analysis: Analysis) -> list[Collective]:
     narrow = [{n for n, i in about.items() if i.gradient_dtype in HALF} for about in analysis.about]
     return [
         e
-        for rank in range(analysis.world)
-        for e in _collectives(analysis, rank)
+        for rank, e in analysis.of(Collective)
         if e.op in REDUCING
         and e.dtype in HALF
         and e.phase != "forward"
@@ -155,8 +149,8 @@ def reduced_in_half(analysis: Analysis) -> list[Collective]:
 def reductions(analysis: Analysis, smallest: int = 2) -> list[Collective]:
     """Collectives of the step that may have summed gradients, of at least so many elements."""
     kinds = ("all_reduce", "reduce_scatter", "reduce", "all_to_all", "send", "recv")
-    events = [e for rank in range(analysis.world) for e in _collectives(analysis, rank)]
-    return [e for e in events if e.op in kinds and e.phase in ("backward", "other", "step") and e.numel >= smallest]
+    phases = ("backward", "other", "step")
+    return [e for _, e in analysis.of(Collective) if e.op in kinds and e.phase in phases and e.numel >= smallest]
 
 
 def dtypes(analysis: Analysis) -> Iterator[Finding]:
@@ -166,21 +160,20 @@ def dtypes(analysis: Analysis) -> Iterator[Finding]:
         event = half[0]
         names = tuple(sorted({n for e in half for n in e.covers}))
         if not all(e.covers for e in half):  # packed buffers: which gradients were in them is not known
-            names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+            names = analysis.learning
         sentence = (
             f"step {analysis.step}: {len(half)} reductions of fp32 gradients ran in {event.dtype}: "
             f"{event.op} at {event.site}"
         )
         axis = axis_over(analysis.recording, event.group)
-        yield finding(BUG, "bf16-reduction", sentence, tensors=names, axis=axis, site=event.site)
+        yield Finding(BUG, "bf16-reduction", sentence, tensors=names, axis=axis, site=event.site)
 
 
 def row_sums(analysis: Analysis) -> Iterator[Finding]:
     """The rows of one token id are summed without losing what is added."""
     lost: dict[str, list[tuple[float, int, RowSums]]] = defaultdict(list)
-    for record in analysis.recording.ranks:
-        for e in record.of(RowSums, analysis.step):
-            lost[e.module].append((e.error, record.rank, e))
+    for rank, e in analysis.of(RowSums):
+        lost[e.module].append((e.error, rank, e))
     for module, told in lost.items():
         worst = max(told, key=lambda one: one[:2])[2]
         names = tuple(n for n in analysis.names if n == f"{module}.weight".lstrip("."))
@@ -189,18 +182,17 @@ def row_sums(analysis: Analysis) -> Iterator[Finding]:
             f"rows of a token id are added in {worst.dtype}; id {worst.token} occurs {worst.times} times in a backward"
         )
         axis = axis_over(analysis.recording, tuple({rank for _, rank, _ in told}))
-        yield finding(BUG, "bf16-accumulation", sentence, tensors=names, axis=axis)
+        yield Finding(BUG, "bf16-accumulation", sentence, tensors=names, axis=axis)
 
 
 def random_draws(analysis: Analysis) -> Iterator[Finding]:
     """Ranks that hold the same activation drop the same elements of it."""
     draws: dict[tuple[str, int, int], dict[int, Draw]] = defaultdict(dict)
-    for record in analysis.recording.ranks:
-        count: Counter[tuple[str, int]] = Counter()
-        for event in record.of(Draw, analysis.step):
-            key = (event.module, event.forward)
-            draws[(*key, count[key])][record.rank] = event
-            count[key] += 1
+    count: Counter[tuple[int, str, int]] = Counter()
+    for rank, event in analysis.of(Draw):
+        key = (rank, event.module, event.forward)
+        draws[(event.module, event.forward, count[key])][rank] = event
+        count[key] += 1
     apart: dict[str, tuple[int, ...]] = {}
     for (module, forward, _), by_rank in draws.items():
         for rank, event in by_rank.items():
@@ -214,7 +206,7 @@ def random_draws(analysis: Analysis) -> Iterator[Finding]:
             f"step {analysis.step}: {listed(tuple(apart))}: copies of one activation on "
             f"{spell(ranks)} were given different random masks"
         )
-        yield finding(
+        yield Finding(
             BUG, "norm-dropout-rng", sentence, tensors=tuple(apart), axis=axis_over(analysis.recording, ranks)
         )
 
@@ -222,10 +214,9 @@ def random_draws(analysis: Analysis) -> Iterator[Finding]:
 def shared_draws(analysis: Analysis) -> Iterator[Finding]:
     """Ranks that hold different activations drop different elements of them."""
     masks: dict[tuple[str, int, str], dict[int, Draw]] = defaultdict(dict)
-    for record in analysis.recording.ranks:
-        for event in record.of(Draw, analysis.step):
-            if event.mask and math.prod(event.shape) >= FEWEST:
-                masks[event.module, event.forward, event.mask].setdefault(record.rank, event)
+    for rank, event in analysis.of(Draw):
+        if event.mask and math.prod(event.shape) >= FEWEST:
+            masks[event.module, event.forward, event.mask].setdefault(rank, event)
     shared: dict[str, tuple[int, ...]] = {}
     for (module, _, _), by_rank in masks.items():
         if len({event.into for event in by_rank.values()}) > 1:
@@ -237,35 +228,31 @@ def shared_draws(analysis: Analysis) -> Iterator[Finding]:
             "activations: their random states are equal, so the noise of dropout is not averaged over them"
         )
         axis = axis_over(analysis.recording, ranks)
-        yield finding(NOTE, "same-masks", sentence, tensors=tuple(shared), axis=axis)
+        yield Finding(NOTE, "same-masks", sentence, tensors=tuple(shared), axis=axis)
 
 
 def replayed_draws(analysis: Analysis) -> Iterator[Finding]:
     """What a module makes of an input without a graph, it makes of it again with one: representations were cached."""
     apart: dict[str, int] = {}
-    for record in analysis.recording.ranks:
-        cached: dict[tuple[str, str], set[str]] = defaultdict(set)
-        for event in record.of(Draw, analysis.step):
-            key = (event.module, event.into)
-            if not event.graph:
-                cached[key].add(event.out)
-            elif key in cached and event.out not in cached[key]:
-                apart.setdefault(event.module, record.rank)
+    cached: dict[tuple[int, str, str], set[str]] = defaultdict(set)
+    for rank, event in analysis.of(Draw):
+        key = (rank, event.module, event.into)
+        if not event.graph:
+            cached[key].add(event.out)
+        elif key in cached and event.out not in cached[key]:
+            apart.setdefault(event.module, rank)
     if apart:
         names, rank = tuple(sorted(apart)), next(iter(apart.values()))
         sentence = (
             f"step {analysis.step}: {listed(names)}: the same input was encoded without a graph and then with one, and "
             f"drew other random numbers (rank {rank} first): cached gradients belong to other representations"
         )
-        yield finding(BUG, "cache-rng", sentence, tensors=names)
+        yield Finding(BUG, "cache-rng", sentence, tensors=names)
 
 
 def _data_ranks(analysis: Analysis, one: int, other: int, forward: int) -> bool:
-    """Whether two ranks work on different data, and drop what they like, of a learned tensor too.
-
-    The layout says so, else their data; ranks that were given the same data are data ranks if what each of them adds
-    to the parameters that both hold is summed.
-    """
+    """Whether two ranks work on different data, and drop what they like: by the layout, else by their data; ranks that
+    were given the same data are data ranks if what each of them adds to the parameters that both hold is summed."""
     text = str(analysis.recording.about.get("layout", ""))
     if text:
         here, there = (Axes.parse(text, analysis.recording.world).coordinates(rank) for rank in (one, other))
@@ -278,3 +265,59 @@ def _data_ranks(analysis: Analysis, one: int, other: int, forward: int) -> bool:
     telling = [f for f in fits if f is not None and {one, other} <= {rank for rank, _ in f.coefficients}]
     counting = [{rank for (rank, _), c in f.coefficients.items() if c} for f in telling]
     return bool(telling) and all({one, other} <= ranks for ranks in counting)
+
+
+Group = tuple[int, ...]
+
+
+def mixed_groups(analysis: Analysis) -> Iterator[Finding]:
+    """A tensor that began constant may be a shard as its module's weights are: it is summed over their group only.
+
+    Tensors with values of their own are told apart by them, and the check of coefficients says what sums them.
+    """
+    found: dict[tuple[Group, Group], list[str]] = {}
+    for name in analysis.names:
+        mixed = _mixed(analysis, name)
+        if mixed is not None:
+            found.setdefault(mixed, []).append(name)
+    for (wide, narrow), names in found.items():
+        sentence = (
+            f"step {analysis.step}: {listed(names)} began constant and is summed over {spell(wide)}, the weights of "
+            f"its module, which are cut, over {spell(narrow)} alone: right for a copy of whose gradient each rank has "
+            "a part, wrong for a shard; compare with one device"
+        )
+        others = (narrow[0], *(r for r in wide if r not in narrow))
+        axis = axis_over(analysis.recording, others)
+        yield Finding(INCONCLUSIVE, "wrong-group", sentence, tensors=tuple(names), axis=axis)
+
+
+def _mixed(analysis: Analysis, name: str) -> tuple[Group, Group] | None:
+    """(the group over which it is summed, the smaller one of its module's weights), if that may be wrong."""
+    if not analysis.info(name).constant or analysis.info(name).box is not None:
+        return None
+    module = name.rpartition(".")[0]
+    siblings = [n for n in analysis.names if n != name and n.rpartition(".")[0] == module]
+    for sibling in siblings:
+        parts = [set(ranks) for ranks in analysis.replica_sets(sibling)]
+        if len(parts) < 2 or analysis.covered(sibling):
+            continue
+        wide, narrow = _groups(analysis, name), _groups(analysis, sibling)
+        for one in narrow:
+            part = next((p for p in parts if set(one) <= p), None)
+            over = next((g for g in wide if set(g) > set(one)), None)
+            beyond = part is not None and over is not None and not set(over) <= part
+            if over is not None and beyond and len(one) > 1 and not _copied(analysis, name, one, over):
+                return over, one
+    return None
+
+
+def _groups(analysis: Analysis, name: str) -> list[Group]:
+    return sorted({event.group for event in reductions(analysis) if name in event.covers})
+
+
+def _copied(analysis: Analysis, name: str, inside: Group, over: Group) -> bool:
+    """Whether ranks outside add the very same as ranks inside: then it is a copy, and its sum is too large."""
+    parts = analysis.contributions(name)
+    mine = [p for (rank, _), p in parts.items() if rank in inside]
+    others = [p for (rank, _), p in parts.items() if rank in over and rank not in inside]
+    return any(float((a - b).norm()) <= tolerances.SAME * float(a.norm()) for a in mine for b in others)
