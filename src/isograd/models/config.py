@@ -193,7 +193,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "tied": True,
     },
     "tiny-neox": {
-        "vocab": 97, "hidden": 24, "layers": 2, "heads": 4, "mlp": 52, "norm": "layer", "norm_eps": 1e-5,
+        "vocab": 97, "hidden": 32, "layers": 2, "heads": 4, "mlp": 52, "norm": "layer", "norm_eps": 1e-5,
         "activation": "gelu", "gated": False, "rotary_fraction": 0.5, "parallel_residual": True,
         "qkv_bias": True, "out_bias": True, "mlp_bias": True,
     },

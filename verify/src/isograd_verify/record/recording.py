@@ -55,15 +55,16 @@ def describe(directory: Path, **about: Any) -> None:
     write_json(directory / "recording.json", {"version": VERSION, **about})
 
 
+DAMAGED = "the recording is truncated, damaged or not whole: record again"
+
+
 @contextmanager
-def _damage(code: str, what: str, expected: str, seen: Callable[[], str]) -> Iterator[None]:
-    """What cannot be read is one error of a recording. `seen`: the file, and the line of it."""
+def _damage(refusal: Callable[[str], VerifyError]) -> Iterator[None]:
+    """What cannot be read is one error of a recording, made of why."""
     try:
         yield
     except (FileError, ValueError, OSError, SafetensorError) as error:
-        why = error.brief if isinstance(error, FileError) else str(error) or repr(error)
-        fix = "the recording is truncated, damaged or not whole: record again"
-        raise VerifyError(code, what, seen=f"{seen()}: {why}", expected=expected, fix=fix) from error
+        raise refusal(error.brief if isinstance(error, FileError) else str(error) or repr(error)) from error
 
 
 class RankWriter:
@@ -225,8 +226,12 @@ def _read_rank(directory: Path) -> RankRecord:
     events: list[Event] = []
     path, what = directory / "events.jsonl", "a recording's list of events cannot be read to its end"
     here = f"{path.name} of {directory.name}"
-    damage = _damage("IG715", what, "one JSON object per line", lambda: f"{here}, line {len(events) + 1}")
-    with damage, open_to_read(path) as lines:
+
+    def refusal(why: str) -> VerifyError:
+        seen = f"{here}, line {len(events) + 1}: {why}"
+        return VerifyError("IG715", what, seen=seen, expected="one JSON object per line", fix=DAMAGED)
+
+    with _damage(refusal), open_to_read(path) as lines:
         while text := lines.readline(LONGEST_LINE):
             if len(events) >= MOST_EVENTS:
                 raise ValueError(f"more than {MOST_EVENTS} events")
@@ -248,7 +253,12 @@ def _joined(events: list[Event]) -> list[Event]:
 
 def _read_json(path: Path, needed: dict[str, int] | None = None) -> dict[str, Any]:
     """needed: whole numbers that must stand in it, from 0 to below the one given."""
-    with _damage("IG716", f"{path.name} of a recording cannot be read", "a JSON object", lambda: path.parent.name):
+
+    def refusal(why: str) -> VerifyError:
+        what, seen = f"{path.name} of a recording cannot be read", f"{path.parent.name}: {why}"
+        return VerifyError("IG716", what, seen=seen, expected="a JSON object", fix=DAMAGED)
+
+    with _damage(refusal):
         data = read_json(path, LONGEST_JSON, nan=True)
         if not isinstance(data, dict):
             raise ValueError("not a JSON object")
@@ -261,7 +271,11 @@ def _read_json(path: Path, needed: dict[str, int] | None = None) -> dict[str, An
 def load(path: Path) -> dict[str, Tensor]:
     """The tensors of one file of a recording."""
     what, here = "the tensors of a recorded step cannot be read", f"{path.name} of {path.parent.name}"
-    with _damage("IG717", what, "a whole safetensors file", lambda: here):
+
+    def refusal(why: str) -> VerifyError:
+        return VerifyError("IG717", what, seen=f"{here}: {why}", expected="a whole safetensors file", fix=DAMAGED)
+
+    with _damage(refusal):
         names = read_header(path)
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}
