@@ -20,6 +20,8 @@ from isograd.core.loss_terms import Terms
 from isograd.engine.tree import tree_sum
 from isograd.errors import EngineError
 
+CUT = "give train_step a dict or tuple of tensors with samples in dim 0, or a list of micro-batches"
+
 
 def micro_batches(batch: Any, count: int | None) -> list[Any]:
     """`batch`: a tensor, or a dict or tuple of tensors (and of what is not per row); or a list of such."""
@@ -96,9 +98,6 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     for buffer, value in before:
         buffer.data.copy_(value)  # .data: a graph that has saved the buffer may still be used
-
-
-CUT = "give train_step a dict or tuple of tensors with samples in dim 0, or a list of micro-batches"
 
 
 def _refusal(what: str, seen: str, expected: str, fix: str | None = CUT) -> EngineError:

@@ -221,7 +221,7 @@ def to_hf_config(config: TransformerConfig) -> dict[str, Any]:
 
 def _filled_in(config: TransformerConfig) -> TransformerConfig:
     """The same with numbers in the place of those that follow from others."""
-    head_dim = config.head_dim or config.hidden // config.heads
+    head_dim = config.features_per_head
     return replace(config, kv_heads=config.kv_heads or config.heads, head_dim=head_dim)
 
 
@@ -274,7 +274,7 @@ def _written(config: TransformerConfig, kind: str) -> dict[str, Any]:
         **_experts_to_hf(config),
         "num_key_value_heads": config.kv_heads or config.heads,
         "mlp_bias": config.mlp_bias,
-        **({} if usual else {"head_dim": config.head_dim or config.hidden // config.heads}),
+        **({} if usual else {"head_dim": config.features_per_head}),
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": rope_parameters(config, kind),
     }

@@ -88,11 +88,10 @@ class TransformerConfig(AttentionConfig):
         found, numbers = [], self.full_layers
         if self.rope_theta <= 0:
             found.append(f"rope_theta must be positive, not {self.rope_theta}")
-        if self.positions == "rotary" and self.heads > 0 and not self._turns_pairs():
-            found.append(
-                f"rotary positions turn pairs of features: of a head's {self.head_dim or self.hidden // self.heads} "
-                f"they cannot turn rotary_fraction {self.rotary_fraction:g}"
-            )
+        if self.positions == "rotary" and self.heads > 0:
+            share, every = self.rotary_fraction, self.features_per_head
+            if not 0 < share <= 1 or self.rotary_dims < 2 or self.rotary_dims % 2:
+                found.append(f"rotary positions turn pairs: not rotary_fraction {share:g} of a head's {every} features")
         if not self.init_std >= 0:
             found.append(f"init_std must be 0 or more, not {self.init_std}")
         if self.sliding_window is not None and self.sliding_window < 1:
@@ -109,13 +108,10 @@ class TransformerConfig(AttentionConfig):
             found += self.rope_scaling.problems()
         return found
 
-    def _turns_pairs(self) -> bool:
-        return 0 < self.rotary_fraction <= 1 and self.rotary_dims > 0 and self.rotary_dims % 2 == 0
-
     @property
     def rotary_dims(self) -> int:
         """The number of features of a head that rotary positions turn."""
-        return int((self.head_dim or self.hidden // self.heads) * self.rotary_fraction)
+        return int(self.features_per_head * self.rotary_fraction)
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens a token sees in this layer; None: all before it."""
@@ -211,7 +207,7 @@ def preset(name: str) -> TransformerConfig:
 def split_by_cost(config: TransformerConfig, stages: int, ranks: int, even: bool = False) -> tuple[int, ...]:
     """A split by the cost of matrix products in blocks and head; looking up an embedding costs almost nothing. `even`:
     the head, too, counts for nothing."""
-    head_dim, kv_heads = config.head_dim or config.hidden // config.heads, config.kv_heads or config.heads
+    head_dim, kv_heads = config.features_per_head, config.kv_heads or config.heads
     attention = config.hidden * head_dim * 2 * (config.heads + kv_heads)
     inner = [config.width_per_token(number) for number in range(config.layers)]
     costs = [float(attention + config.hidden * n * (3 if config.gated else 2)) for n in inner]

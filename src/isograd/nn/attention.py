@@ -57,6 +57,11 @@ class AttentionConfig:
     attention_dropout: float = 0.0
     init_std: float = 0.02
 
+    @property
+    def features_per_head(self) -> int:
+        """`head_dim`, or what it is when left out."""
+        return self.head_dim or self.hidden // self.heads
+
 
 class Attention(nn.Module):
     """Causal self-attention of a block, with grouped queries, rotary positions and norms of heads as options."""
@@ -76,7 +81,7 @@ class Attention(nn.Module):
         first values; None: that of the others."""
         super().__init__()
         tp, heads, dropout = mesh.size("tp"), config.heads, config.attention_dropout
-        kv_heads, head_dim = config.kv_heads or heads, config.head_dim or config.hidden // heads
+        kv_heads, head_dim = config.kv_heads or heads, config.features_per_head
         if heads % kv_heads:
             raise ModelError("IG405", seen=f"{heads} and {kv_heads}")
         if heads % tp or (kv_heads % tp and tp % kv_heads):

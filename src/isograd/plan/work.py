@@ -100,7 +100,7 @@ class Work:
     @cached_property
     def head_dim(self) -> int:
         """Features of one head."""
-        return self.model.head_dim or self.model.hidden // self.model.heads
+        return self.model.features_per_head
 
     @cached_property
     def matrices(self) -> int:
@@ -151,7 +151,7 @@ def of_block(work: Work, layout: Layout, sparse: bool) -> ParamsOnRank:
 
 @lru_cache(maxsize=4096)
 def _of_block(c: TransformerConfig, tp: int, sp: bool, ep: int, sparse: bool) -> ParamsOnRank:
-    d, matrices = c.head_dim or c.hidden // c.heads, 3 if c.gated else 2
+    d, matrices = c.features_per_head, 3 if c.gated else 2
     heads, kv = c.heads / tp, max(1, (c.kv_heads or c.heads) / tp)
     norms = 2 * c.hidden * (1 if c.norm == "rms" else 2)
     keys = 2 * c.hidden * kv * d + (2 * kv * d if c.qkv_bias else 0)

@@ -252,7 +252,7 @@ def first_answer(labels: Tensor) -> tuple[int, int]:
 
 def flops_per_token(c: TransformerConfig, length: int) -> float:
     """PaLM's convention: 6 per parameter, 12 * layers * width * length for attention, nothing for recompute."""
-    width = c.heads * (c.head_dim or c.hidden // c.heads)
+    width = c.heads * c.features_per_head
     return 6 * parameters(c) + 12 * c.layers * width * length
 
 
