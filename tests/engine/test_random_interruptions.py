@@ -108,7 +108,7 @@ def _kind(frame: FrameType, event: str, file: str) -> str | None:
     if file == "comm/raw.py" and function in MESSAGES:
         group = frame.f_locals["group"]
     elif file == "comm/handle.py" and function in WAITS:
-        group = frame.f_locals["self"]._group
+        group = frame.f_locals["self"].group
     if group is None:
         return "call" if event == "call" else None
     caller, purpose = frame.f_back, group.purpose or group.axes

@@ -16,6 +16,9 @@ class RankContext:
     def __init__(self) -> None:
         self.groups: WeakSet[Group] = WeakSet()
         self.tags: Counter[tuple[int, ...]] = Counter()  # how many ranges of tags groups of these ranks have reserved
+        self.made: dict[tuple[str, tuple[int, ...]], Any] = {}  # transports, by purpose and ranks: meshes share them
+        self.waits_in: Any = None  # the handle that this rank waits for now, and who watches it (deadlock.py)
+        self.watch: Any = None
         self.message_sums: Any = None  # while a step's messages are checked (engine/sdc/reductions.py)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:

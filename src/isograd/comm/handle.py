@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from threading import Thread, get_ident
 from typing import Any
 
+from isograd.comm.deadlock import Watch
 from isograd.comm.group import Group
 from isograd.comm.world import abort_group_on_interrupt, process
 
@@ -17,15 +19,16 @@ class Handle:
 
     def __init__(self, group: Group | None = None, keep: object = None) -> None:
         """`keep`: tensors that have to live until then."""
-        self._group, self._keep = group, [keep]
-        self._works: list[tuple[Any, int]] = []  # and the member of the group at the other end
+        self.group, self._keep = group, [keep]
+        self._works: list[tuple[Any, int, Any]] = []  # and the member of the group at the other end, and which message
+        self.at: tuple[Any, int, Any] | None = None  # the one of them that is waited for
         self._then: list[Callable[[], None]] = []
         self._arrival: futures.Future[None] | None = None  # of the thread of `arrived_within`
         process.unfinished.add(self)
 
-    def add(self, work: Any, member: int = -1) -> None:
+    def add(self, work: Any, member: int = -1, message: Any = None) -> None:
         """By a transport: one message has been started. From here on `forget` reaches it. -1: of several members."""
-        self._works.append((work, member))
+        self._works.append((work, member, message))
 
     def and_then(self, more: Callable[[], None]) -> Handle:
         """This handle, which also calls `more` at the end of `wait`."""
@@ -34,24 +37,38 @@ class Handle:
 
     def _wait_each(self, only: int | None = None) -> None:
         """Wait for each of the works, or for those of one member."""
-        if self._group is not None:
-            self._group.refuse_closed()  # `forget` has ended them: what they were to fill is not filled
+        if self.group is not None:
+            self.group.refuse_closed()  # `forget` has ended them: what they were to fill is not filled
         try:
-            for work, member in self._works:  # which `forget` may end
+            for each in self._works:  # which `forget` may end
+                work, member, _ = self.at = each
                 if only is None or member == only:
-                    _waiting[get_ident()] = self._group, member
+                    _waiting[get_ident()] = self.group, member
                     work.wait()
         finally:
+            self.at = None
             _waiting.pop(get_ident(), None)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Where this rank goes on only when the messages have arrived."""
+        context = process if self.group is None else self.group.context
+        if self._works and self._works[0][2] is not None:
+            context.watch = context.watch or Watch(context)
+        context.waits_in = self
+        try:
+            yield
+        finally:
+            context.waits_in = None
 
     def wait_for(self, member: int) -> None:
         """Wait only for what is sent to and received from one member."""
-        with abort_group_on_interrupt():
+        with abort_group_on_interrupt(), self._watched():
             self._wait_each(only=member)
 
     def wait(self) -> None:
         """Wait until everything is sent and received."""
-        with abort_group_on_interrupt():
+        with abort_group_on_interrupt(), self._watched():
             if self._arrival is None:
                 self._wait_each()
             else:
@@ -66,8 +83,8 @@ class Handle:
     def arrived_within(self, seconds: float) -> bool:
         """Whether everything arrives within a while. NCCL is asked and never waited for; gloo's messages cannot be
         asked whether they have arrived, so a thread waits for them."""
-        if self._group is not None and self._group.transport is not None and self._group.transport.native:
-            return all(work.is_completed() for work, _ in self._works)
+        if self.group is not None and self.group.transport is not None and self.group.transport.native:
+            return all(work.is_completed() for work, *_ in self._works)
         if self._arrival is None and self._works:
             self._arrival = futures.Future()
             Thread(target=self._wait_in_thread, args=(self._arrival,), daemon=True).start()

@@ -64,6 +64,9 @@ class ThreadTransport(Transport):
     def send(self, handle: Any, tensors: Sequence[Tensor], peer: int, tag: int, control: bool) -> None:
         """Put copies into the queue."""
         world, key = self.member.world, self._key(self.index, peer, tag)
+        for tensor in tensors:
+            if tensor.numel():
+                self.count(True, tensor, peer, tag or -2)
         with world.arrived:
             world.queues.setdefault(key, deque()).extend(t.detach().clone() for t in tensors if t.numel())
             world.arrived.notify_all()
@@ -72,7 +75,7 @@ class ThreadTransport(Transport):
         """Messages are taken in the order in which they were asked for."""
         for tensor in tensors:
             if tensor.numel():
-                handle.add(self._receive(tensor, peer, tag), peer)
+                handle.add(self._receive(tensor, peer, tag), peer, self.count(False, tensor, peer, tag or -2))
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> _Receive:
         key = self._key(peer, self.index, tag)
@@ -133,6 +136,11 @@ def member() -> ThreadRank | None:
     """The rank that this thread is; None outside of `run`."""
     found: ThreadRank | None = getattr(_here, "member", None)
     return found
+
+
+def act_for(other: ThreadRank | None) -> None:
+    """This thread speaks for a rank."""
+    _here.member = other
 
 
 def run(fn: Callable[..., Any], nproc: int, *args: Any, timeout: float | None = None) -> list[Any]:

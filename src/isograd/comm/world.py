@@ -96,11 +96,10 @@ def meet(seconds: float) -> tuple[Any, int, int]:
 
 
 class Process(RankContext):
-    """The process, when it is a rank. `made`: its process groups, which cost sockets and threads: meshes share them."""
+    """The process, when it is a rank. Its process groups cost sockets and threads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[tuple[str, tuple[int, ...]], Any] = {}
         self.unfinished: WeakSet[Any] = WeakSet()  # Handles
 
     def leave(self, why: str) -> None:
@@ -136,15 +135,15 @@ def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "", m
         return group
     if member is not None:
         group.transport = FakeTransport(member, axes, ranks, purpose)
-    elif here is not None:
-        group.transport = ThreadTransport(here, ranks, purpose)
     else:
-        key = purpose, ranks
-        if key not in process.made:
+        key, made = (purpose, ranks), group.context.made
+        if key not in made and here is not None:
+            made[key] = ThreadTransport(here, ranks, purpose)
+        elif key not in made:
             everyone = not purpose and len(ranks) == dist.get_world_size()
             process_group = dist.group.WORLD if everyone else _new_process_group(purpose, ranks, group.index)
-            process.made[key] = of_torch(process_group, ranks, group.index)
-        group.transport = process.made[key]
+            made[key] = of_torch(process_group, ranks, group.index)
+        group.transport = made[key]
     group.context.groups.add(group)
     return group
 
@@ -223,6 +222,7 @@ def clone_store(flags: bool = False) -> Any:
 # -- leaving
 
 ABORTED = "aborted"  # the name of what the first rank that closed its connections said
+DEADLOCK = "ranks wait for each other"  # how it begins, where that is why
 
 
 def leave(why: str = "", tell: bool = True) -> None:
@@ -232,11 +232,27 @@ def leave(why: str = "", tell: bool = True) -> None:
     place = thread_member() or process
     if why and tell and any(group.transport is not None for group in place.groups):
         with suppress(RuntimeError):  # the store may have ended with its rank
-            if not store_check(ABORTED):
-                store_set(ABORTED, f"rank {rank_and_size()[0]}: {why}")
+            _tell(f"rank {rank_and_size()[0]}: {why}")
+    if place.watch is not None:
+        place.watch.close()
+        place.watch = None
     for group in place.groups:
         group.transport, group.closed = None, group.closed or why or "it has left the world"
     place.leave(why)
+
+
+def _tell(why: str) -> None:
+    if not store_check(ABORTED):
+        store_set(ABORTED, why)
+
+
+def cut(place: RankContext, why: str) -> None:
+    """From a thread that watches a rank: close the connections for which the rank waits. It leaves by itself then."""
+    _tell(why)
+    if place is not process:
+        place.leave(why)
+    for transport in place.made.values() if place is process else ():
+        transport.close()
 
 
 def abort(error: BaseException) -> BaseException:
@@ -249,7 +265,7 @@ def abort(error: BaseException) -> BaseException:
     first = store_get(ABORTED)
     if isinstance(error, RuntimeError) and first:
         leave(first, tell=False)
-        return CommError("IG213", seen=first)
+        return CommError("IG215", seen=first) if first.startswith(DEADLOCK) else CommError("IG213", seen=first)
     text = (str(error).splitlines() or [""])[0][:200]
     leave(f"{type(error).__name__} came while it communicated with other ranks ({text})")
     return error

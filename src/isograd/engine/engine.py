@@ -486,8 +486,7 @@ class Engine:
         while self._units is not None:
             failed = self.step_state.state is State.FAILED
             try:
-                limit = step_status.gives_up(Status.FAILED if failed else status, self.mesh)
-                self._units.wait_for_all(said, failed or status is Status.DISCARDS, limit)
+                self._units.wait_for_all(said, failed or status is Status.DISCARDS)
                 return
             except EngineError as error:  # told to the other ranks at the same time, where they were
                 self.step_state.fail(error)

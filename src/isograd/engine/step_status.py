@@ -189,7 +189,9 @@ def gather(
     says = [*heads, known, used, *(part.double() for part in more.values())]
     sizes, on_cards = [len(part) for part in says], [part for part in says if part.is_cuda]
     mine = torch.cat([torch.zeros(part.shape, dtype=part.dtype) if part.is_cuda else part for part in says])
-    rows = torch.stack(raw.gather_list(mine, step_state.status_group, limit=gives_up(status, mesh)))
+    gives_up = status in (Status.FAILED, Status.DISCARDS)  # cards of others may wait for it in a layer, for ever
+    limit = raw.LAYER_S if gives_up and mesh.on_cards and mesh.layers_wait else None
+    rows = torch.stack(raw.gather_list(mine, step_state.status_group, limit=limit))
 
     def table(late: Late | None) -> StepStatus:
         weights, losses, numbers, used, *columns = rows.split(sizes, dim=1)
@@ -205,12 +207,6 @@ def gather(
 
     # Where a rank begins, fails or discards, what is on cards decides nothing.
     return table(Late(torch.cat(on_cards), complete) if on_cards and status in (Status.FINE, Status.READS) else None)
-
-
-def gives_up(status: Status, mesh: Mesh) -> float | None:
-    """How many seconds a rank that drops its step waits for the others; None: as long as it takes. They may wait for
-    this one inside a layer, for ever."""
-    return raw.LAYER_S if mesh.layers_wait and status in (Status.FAILED, Status.DISCARDS) else None
 
 
 def packed(flags: Sequence[bool], width: int) -> Tensor:

@@ -32,6 +32,9 @@ IG213: another rank has closed its connections
 IG214: this rank gave up a step while others wait for it inside a layer; its connections are closed
   expected: every rank to give up the step, or none
   fix:      end the processes, and resume from the last checkpoint
+IG215: ranks wait for each other, and none of them would ever go on; their connections are closed
+  expected: every rank of a group to call the same layers and collectives, with tensors of the same shapes
+  fix:      see what each of them waits for; let them do the same, and resume from the last checkpoint
 IG251: the function or its arguments cannot be sent to the ranks
   expected: a function defined at the top level of a module, and arguments that can be pickled
   fix:      move the function out of the function or class it is defined in; pass tensors and plain data

@@ -117,12 +117,12 @@ class GatherOrderCheck:
                 self._send(Note(self.epoch, FAILED, said))
             self._next_epoch(self.epoch + 1)
 
-    def confirm(self, announcement: Announcement, limit: float | None = None) -> None:
+    def confirm(self, announcement: Announcement) -> None:
         """Wait for the notes of the others, in the order of mine; raise when one of them is unlike mine."""
         while announcement in self._announced:
             mine = self._announced[0]
             for member in sorted(mine.unread):
-                mine.notes[member] = self._read(member, limit)
+                mine.notes[member] = self._read(member)
                 mine.unread.discard(member)
             notes = self._announced.popleft().notes
             unlike = [note for note in notes.values() if not note.agrees(mine.note)]
@@ -137,14 +137,14 @@ class GatherOrderCheck:
             self._next_epoch(max(self.epoch + 1, *(note.epoch for note in unlike)))
             raise self._error({**notes, self.group.index: mine.note})
 
-    def _read(self, member: int, limit: float | None) -> Note:
+    def _read(self, member: int) -> Note:
         """The next note of a member, of this epoch or of a later one; a later one stays to be read in its own."""
         inbox = self._inbox[member]
         while True:
             if not inbox:
                 self._expect(member)
             message, handle = inbox[0]
-            raw.wait_at_most(handle, limit)
+            handle.wait()
             note = Note.decode(bytes(message.numpy()))
             if note.epoch <= self.epoch:
                 inbox.popleft()

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.comm.raw import LAYER_S
 from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.mesh import DATA, STAGE, Mesh
 from isograd.engine.blocks import homes
@@ -96,7 +95,6 @@ class Run:
     current: ParamGroup | None = None  # whose backward began last; None: the root's
     epoch: int | None = None  # of the check, in which a forward or a backward began that is not over
     announced: Announcement | None = None  # when backward last left a block without a gather, or ended
-    limit: float | None = None  # of raw.wait_at_most, until all ranks have met after one that failed
 
     @property
     def words(self) -> str:
@@ -134,7 +132,6 @@ class Zero3Hooks:
     ) -> None:
         """`slots`: of every parameter, frozen ones too. keep: full from a forward to its backward."""
         self._keep, self._where = keep, mesh.describe_rank()
-        self._failed = Run(limit=LAYER_S if mesh.layers_wait else None)  # others may wait for this rank in a layer
         owners = {slot.owners.ranks: slot.owners for slot in slots}
         within = all(set(ranks) <= set(mesh.ranks(DATA)) for ranks in owners)  # not where experts are folded over tp
         self._check = GatherOrderCheck(mesh.group(DATA if within else STAGE), list(owners.values()), self._where)
@@ -181,7 +178,7 @@ class Zero3Hooks:
         self.unshard(self._next.get(0))
 
     def _begin(self, run: Run) -> None:
-        self._run = replace(run, epoch=self._check.epoch, limit=self._run.limit)
+        self._run = replace(run, epoch=self._check.epoch)
         self._need(self.root)
 
     def _forward_ends(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -301,11 +298,10 @@ class Zero3Hooks:
 
     # -- together with the other ranks
 
-    def wait_for_all(self, said: str, gives_up: bool = False, limit: float | None = None) -> None:
-        """All data ranks come here now, or all raise: before a collective of the step. gives_up: this one, its step.
-        `limit`: of raw.wait_at_most."""
+    def wait_for_all(self, said: str, gives_up: bool = False) -> None:
+        """All data ranks come here now, or all raise: before a collective of the step. gives_up: this one, its step."""
         self.wait_for_unshard()
-        self._confirm(self._announce(said, GIVES_UP if gives_up else MEETING), limit)
+        self._confirm(self._announce(said, GIVES_UP if gives_up else MEETING))
 
     def abort(self, said: str = "gave up a forward or a backward") -> None:
         """Back to the state between two steps, after an exception. Waits for no other rank; tells those that wait."""
@@ -314,25 +310,24 @@ class Zero3Hooks:
             if under_way:
                 self._check.abort(said)
         finally:  # its connections may be closed: what is not there must not be taken for full
-            self._clear(self._failed if under_way else IDLE)
+            self._clear()
 
     def _announce(self, said: str, number: int = MEETING) -> Announcement | None:
         """Nothing while everything is full: a rank may call the model by itself."""
         return None if self._readers else self._check.announce(number, said)
 
-    def _confirm(self, announcement: Announcement | None, limit: float | None = None) -> None:
+    def _confirm(self, announcement: Announcement | None) -> None:
         if announcement is None:
             return
         try:
-            self._check.confirm(announcement, self._run.limit if limit is None else limit)
+            self._check.confirm(announcement)
         except EngineError:
-            self._clear(self._failed)
+            self._clear()
             raise
-        self._run = replace(self._run, limit=None)
 
-    def _clear(self, run: Run = IDLE) -> None:
+    def _clear(self) -> None:
         """Nothing is full but for readers, nothing is under way, and no order of blocks is expected any more."""
-        self._run, self._next, self._previous = run, {}, {}
+        self._run, self._next, self._previous = IDLE, {}, {}
         self._pending.clear()
         self._forget_groups()
         for param in self.params.values():
