@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -149,3 +150,28 @@ def _left_behind() -> tuple[str, list[float]]:
 def test_a_message_that_was_given_up_is_not_taken_for_received(world: Any) -> None:
     """Its memory holds whatever was there: a note of ZeRO 3 was read from it, behind the error that had closed it."""
     assert world(_left_behind, 2) == [("IG207", [7.0] * 3)] * 2
+
+
+def forks() -> tuple[str, float]:
+    """What a child of rank 0 is told in a collective, and what the ranks add up afterwards."""
+    mesh, told = Mesh("dp2"), ""
+    group = mesh.group("dp")
+    raw.all_reduce(torch.ones(3), group)
+    if mesh.rank == 0:
+        back, there = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                raw.all_reduce(torch.ones(3), group)
+            except BaseException as error:
+                os.write(there, str(error).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        told = os.read(back, 4096).decode()
+    return told, float(raw.all_reduce(torch.ones(3), group).sum())
+
+
+def test_a_child_of_a_rank_cannot_take_its_messages() -> None:
+    """It waited, and read what was meant for its parent."""
+    (told, one), (_, other) = launch(forks, 2, timeout=60)
+    assert "IG207" in told and "forked from a rank" in told and one == other == 6.0

@@ -352,3 +352,28 @@ def test_unequal_numbers_of_forwards_are_named(worlds) -> None:
         assert "rank 0 " in first
         assert "rank 1 gathers what is outside of all blocks in forward" in first
         assert not then
+
+
+def edited() -> list[str]:
+    """One element of a parameter that is sharded is written: what this rank is told, and whether the edit counts where
+    the parameter is whole."""
+    mesh, model = Mesh("dp2 zero3"), torch.nn.Linear(4, 1)
+    engine = Engine(model, mesh, toys.sgd)
+    with engine.full_parameters(), torch.no_grad():
+        model.weight[0, 0] = 3.0
+    with engine.full_parameters():
+        said = [str(float(model.weight[0, 0]))]
+    with torch.no_grad():
+        model.weight[0, 0] = 5.0
+    try:
+        model(torch.ones(2, 4))
+    except EngineError as error:
+        said.append(str(error))
+    return said
+
+
+def test_an_element_that_is_written_while_its_parameter_is_sharded_is_refused(worlds) -> None:
+    """It went into the one number that stands for the whole parameter, and was lost."""
+    for value, refusal in worlds(2).run(edited):
+        assert value == "3.0"
+        assert "IG517" in refusal and "edited while it is sharded" in refusal and "'weight'" in refusal

@@ -120,6 +120,16 @@ class Process(RankContext):
 
 
 process = Process()
+
+
+def _forked() -> None:
+    """A child of a rank would read its messages."""
+    for group in process.groups:
+        group.transport, group.closed = None, f"process {os.getpid()} was forked from a rank, and is none"
+    process.watch = None
+
+
+os.register_at_fork(after_in_child=_forked)
 ON_HOST = frozenset({"step", "copies", "host"})  # purposes of groups whose messages lie in host memory: never NCCL's
 
 

@@ -8,6 +8,7 @@ storage is emptied, and its version moves on, so that a backward that reads the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import string_at
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -31,6 +32,11 @@ class ShardedParam:
     users: set[int] = field(default_factory=set)  # the groups (numbers) that need it now
     is_filling: bool = False  # rows of it are on their way
     master: Tensor | None = None  # mine in fp32, of which half-precision rows are made when they are asked for
+    unwritten: bytes = b""  # what stands in `absent`, in host memory
+
+    def __post_init__(self) -> None:
+        if self.absent.is_cpu:
+            self.unwritten = string_at(self.absent.data_ptr(), self.absent.itemsize)
 
     @property
     def rows(self) -> Tensor:
@@ -51,7 +57,9 @@ class ShardedParam:
 
     def expect(self) -> None:
         """Rows of others are on their way."""
-        if self.slot.parameter.data_ptr() != self.absent.data_ptr():  # values that would be lost
+        at = self.absent.data_ptr()
+        written = self.absent.is_cpu and string_at(at, self.absent.itemsize) != self.unwritten
+        if self.slot.parameter.data_ptr() != at or written:  # values that would be lost
             raise EngineError("IG517", names=[self.slot.name])
         self.is_filling = True
 
