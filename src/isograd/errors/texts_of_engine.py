@@ -88,7 +88,7 @@ IG516: ranks of one {axes} group were given different {things}
   expected: the same sequences on every rank of a tp, cp or pp group: only dp ranks see different ones
   fix:      index the data by mesh.index('dp'), not by the global rank
 IG517: the model was changed after the Engine was made
-  seen:     added, removed, moved, cast, (un)frozen, edited while sharded, or given a hook for accumulated gradients: {names}
+  seen:     added, removed, moved, cast, frozen or not, edited while sharded, or given a hook on its gradient: {names}
   expected: the parameters the engine shards and reduces, in the same memory
   fix:      change the model first (to(dtype), freeze, add layers), then make a new Engine
 IG519: this model is not cut into stages, which {layout!r} needs
