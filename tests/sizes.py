@@ -3,7 +3,7 @@
 Fast are tests of up to two ranks that take little time. A test that uses `worlds` (gloo) or `threads` and whose
 parameters name a layout of more than two ranks is medium, without a mark; so is what medium.txt lists, by file and the
 beginning of the name: tests of more than 0.3 s (`pytest --cpu-times FILE`, tests/cpu_times.py). A file marks its slow
-tests. Of a product of settings (`sized`), the cases in which every pair of values meets are medium, the rest are slow.
+tests; slow.txt lists those of more than 3 s beside which `make test` has another one of the same thing. Of a product of settings (`sized`), the cases in which every pair of values meets are medium, the rest are slow.
 With RANKS=gloo, as in `make full`, what runs on threads elsewhere runs on processes.
 """
 
@@ -21,7 +21,7 @@ import pytest
 
 Case = TypeVar("Case")
 
-MEDIUM = tuple(Path(__file__).with_name("medium.txt").read_text().split())
+MEDIUM, SLOW = (tuple(Path(__file__).with_name(f"{size}.txt").read_text().splitlines()) for size in ("medium", "slow"))
 
 
 def on_gloo() -> bool:
@@ -56,10 +56,12 @@ def few(values: Iterable[Case], slow: Iterable[Case]) -> list[Any]:
 
 
 def mark(item: pytest.Item) -> None:
-    """Mark a collected test by its parameters and by medium.txt."""
-    listed = item.nodeid.removeprefix("tests/").replace(".py::", "::", 1).startswith(MEDIUM)
-    if listed or _most_ranks(item) > 2:
+    """Mark a collected test by its parameters, by medium.txt and by slow.txt."""
+    name = item.nodeid.removeprefix("tests/").replace(".py::", "::", 1)
+    if name.startswith(MEDIUM) or _most_ranks(item) > 2:
         item.add_marker("medium")
+    if name.startswith(SLOW):
+        item.add_marker("slow")
 
 
 def _most_ranks(item: pytest.Item) -> int:

@@ -11,7 +11,9 @@ import torch
 from isograd_verify.run.corpus import Bench
 from isograd_verify.run.ranks import LocalRanks
 
-MEDIUM = tuple(Path(__file__).with_name("medium.txt").read_text().split())  # by file and the beginning of the name
+MEDIUM, SLOW = (  # by file and the beginning of the name
+    tuple(Path(__file__).with_name(f"{size}.txt").read_text().splitlines()) for size in ("medium", "slow")
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,8 +21,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if f"{item.path.stem}::{item.nodeid.partition('::')[2]}".startswith(MEDIUM):
-        item.add_marker("medium")
+    name = f"{item.path.stem}::{item.nodeid.partition('::')[2]}"
+    for size, listed in (("medium", MEDIUM), ("slow", SLOW)):
+        if name.startswith(listed):
+            item.add_marker(size)
 
 
 @pytest.fixture(scope="session")
