@@ -3,8 +3,9 @@
 Fast are tests of up to two ranks that take little time. A test that uses `worlds` (gloo) or `threads` and whose
 parameters name a layout of more than two ranks is medium, without a mark; so is what medium.txt lists, by file and the
 beginning of the name: tests of more than 0.3 s (`pytest --cpu-times FILE`, tests/cpu_times.py). A file marks its slow
-tests; slow.txt lists those of more than 3 s beside which `make test` has another one of the same thing. Of a product of settings (`sized`), the cases in which every pair of values meets are medium, the rest are slow.
-With RANKS=gloo, as in `make full`, what runs on threads elsewhere runs on processes.
+tests; slow.txt lists those of more than 3 s beside which `make test` has another one of the same thing. Of a product
+of settings (`sized`), the cases in which every pair of values meets are medium, the rest are slow. With RANKS=gloo, as
+in `make full`, what runs on threads elsewhere runs on processes.
 """
 
 from __future__ import annotations
