@@ -16,6 +16,7 @@ import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from isograd.engine import DataParallel, Engine
 from isograd.errors import IntegrationError
@@ -28,7 +29,13 @@ from isograd.integrations.optimizer import (
     require_state,
     save_state,
 )
-from isograd.integrations.shared_rows import CutModels, cuts_model, prepare_data_loader, whole_state
+from isograd.integrations.shared_rows import (
+    CutModels,
+    cuts_model,
+    gather_data_ranks,
+    prepare_data_loader,
+    whole_state,
+)
 from isograd.integrations.weights import LabelCounter
 from isograd.integrations.world import layout_of_parallelism, layout_option, mesh_for, name_failed_rank, refuse
 
@@ -246,6 +253,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self._cut_models.shares_rows:
             return prepare_data_loader(self, self._mesh, loader, device_placement)
         return super().prepare_data_loader(loader, device_placement, *args, **kwargs)
+
+    def gather(self, tensor: Any) -> Any:
+        """accelerate's; rows that the ranks of a cp or tp group share are gathered once."""
+        return gather_data_ranks(tensor, self._mesh) if self._cut_models.shares_rows else super().gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """accelerate's; objects of rows that ranks share are gathered once, too."""
+        objects = use_gather_object or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(input_data))
+        if objects and any(self._mesh.index(axis) for axis in ("cp", "tp")):
+            input_data = []
+        return super().gather_for_metrics(input_data, objects)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """accelerate's. Behind a step that has raised on some rank, backwards are refused on all: copies may differ."""

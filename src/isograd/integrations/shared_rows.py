@@ -175,19 +175,25 @@ def prepare_data_loader(accelerator: Any, mesh: Mesh, loader: Any, device_placem
     return prepared
 
 
-def gather_by_data_rank(accelerator: Any, mesh: Mesh) -> None:
-    """What accelerate gathers, and this process's number in it, are those of data ranks: the others have copies."""
+def gather_data_ranks(value: Any, mesh: Mesh) -> Any:
+    """accelerate's gather of data ranks: the others have copies of their rows."""
     from accelerate.utils import recursively_apply
 
-    kind, group = type(accelerator), mesh.group("dp")
+    group = mesh.group("dp")
 
-    def all_rows(value: Tensor) -> Tensor:
-        rows = value if value.dim() else value[None]
+    def all_rows(tensor: Tensor) -> Tensor:
+        rows = tensor if tensor.dim() else tensor[None]
         return raw.all_gather(rows, group, [len(rows)] * group.size)
 
+    return recursively_apply(all_rows, value, error_on_other_type=True)
+
+
+def gather_by_data_rank(accelerator: Any, mesh: Mesh) -> None:
+    """What accelerate gathers, and this process's number in it, are those of data ranks."""
+    kind = type(accelerator)
     changed = {
-        "process_index": property(lambda _: group.index),
-        "gather": lambda _, tensor: recursively_apply(all_rows, tensor, error_on_other_type=True),
+        "process_index": property(lambda _: mesh.index("dp")),
+        "gather": lambda _, tensor: gather_data_ranks(tensor, mesh),
     }
     accelerator.__class__ = type(kind.__name__, (kind,), changed)
 
