@@ -118,12 +118,12 @@ def test_a_message_that_is_under_way_is_owed_by_nobody() -> None:
     def two(_: None) -> list[bool]:
         mesh = Mesh("dp2")
         group, other = mesh.group("dp"), 1 - mesh.rank
-        watch = deadlock.Watch(group.context)
+        watch = deadlock.DeadlockWatch(group.context)
         key, found = ("", [0, 1], other, False, 7), list[bool]()
         for number in (1, 2):
-            found.append(watch._owes(*key, number))
+            found.append(watch._is_owed(*key, number))
             raw.send_start([torch.ones(3)], group, other, 7).wait()
-            found.append(watch._owes(*key, number))
+            found.append(watch._is_owed(*key, number))
         watch.close()
         return found
 

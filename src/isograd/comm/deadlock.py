@@ -25,12 +25,12 @@ LOOKS = 6  # after which a wait is written down
 _NOT_THE_PROGRAM = {"isograd", "torch", "contextlib", "threading", "concurrent"}
 
 
-class Watch:
+class DeadlockWatch:
     """The thread that looks whether its rank still waits for the same message."""
 
     def __init__(self, context: RankContext) -> None:
         self._context, self._rank, self._thread = context, rank_and_size()[0], threading.get_ident()
-        self._member, self._over, self._wait = threads.member(), threading.Event(), 0
+        self._member, self._over = threads.member(), threading.Event()
         threading.Thread(target=self._run, daemon=True, name="isograd deadlock watch").start()
 
     def close(self) -> None:
@@ -43,22 +43,22 @@ class Watch:
 
     def _run(self) -> None:
         threads.act_for(self._member)
-        seen, looks, said = None, 0, ""
+        seen, looks, said, wait = None, 0, "", 0
         while not self._over.wait(LOOK_S):
             handle, now = self._context.waits_in, self._awaited()
             if now is None or now is not seen:
-                seen, looks, said, self._wait = now, 0, "", self._wait + 1
+                seen, looks, said, wait = now, 0, "", wait + 1
             looks += 1
             if handle is not None and now is not None and looks > LOOKS:
                 with suppress(RuntimeError, ValueError):  # the store may have ended with its rank
-                    said = self._look(handle.group, now, said)
+                    said = self._look(handle.group, now, wait, said)
 
-    def _look(self, group: Any, now: Any, said: str) -> str:
+    def _look(self, group: Any, now: Any, wait: int, said: str) -> str:
         """Write my note, follow those of the others, and end the wait where they come back to me. Returns my note."""
         member, (sends, tag, number, size) = now[1:]
         way, whose = f"to send {size} bytes to" if sends else f"for {size} bytes of", group.ranks[member]
         mine = {
-            "wait": self._wait,
+            "wait": wait,
             "of": whose,
             "key": [group.purpose, group.ranks, group.index, sends, tag, number],
             "said": f"rank {self._rank}{self._program()} waits {way} rank {whose} over {group.axes!r}",
@@ -69,7 +69,7 @@ class Watch:
             ranks.append(whose)
             chain.append(json.loads(note))
         comes_back = chain[-1]["of"] == self._rank
-        if comes_back and self._owes(*chain[-1]["key"]):
+        if comes_back and self._is_owed(*chain[-1]["key"]):
             mine["owes"] = [ranks[-1], chain[-1]["wait"]]
         if (text := json.dumps(mine)) != said:
             store_set(f"waits/{self._rank}", text)
@@ -78,7 +78,7 @@ class Watch:
             cut(self._context, f"{DEADLOCK}: " + "; ".join(note["said"] for note in chain))
         return text
 
-    def _owes(self, purpose: str, ranks: list[int], member: int, sends: bool, tag: int, number: int) -> bool:
+    def _is_owed(self, purpose: str, ranks: list[int], member: int, sends: bool, tag: int, number: int) -> bool:
         """Whether this rank has not done its part of a message that another one waits for."""
         transport = self._context.made.get((purpose, tuple(ranks)))
         return transport is None or transport.counts[not sends, member, tag] < number

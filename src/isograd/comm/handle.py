@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
-from threading import Thread, get_ident
+from threading import Thread
 from typing import Any
 
-from isograd.comm.deadlock import Watch
+from isograd.comm.deadlock import DeadlockWatch
 from isograd.comm.group import Group
 from isograd.comm.world import abort_group_on_interrupt, process
 
@@ -43,18 +43,16 @@ class Handle:
             for each in self._works:  # which `forget` may end
                 work, member, _ = self.at = each
                 if only is None or member == only:
-                    _waiting[get_ident()] = self.group, member
                     work.wait()
         finally:
             self.at = None
-            _waiting.pop(get_ident(), None)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Where this rank goes on only when the messages have arrived."""
         context = process if self.group is None else self.group.context
         if self._works and self._works[0][2] is not None:
-            context.watch = context.watch or Watch(context)
+            context.watch = context.watch or DeadlockWatch(context)
         context.waits_in = self
         try:
             yield
@@ -102,10 +100,8 @@ class Handle:
         self._works.clear()
 
 
-_waiting: dict[int, tuple[Group | None, int]] = {}  # thread: whose message it waits for
-
-
 def awaited() -> list[int]:
-    """The global ranks from which, or to which, messages are under way that threads of this process wait for."""
-    waits = list(_waiting.values())
-    return sorted({group.ranks[member] for group, member in waits if group is not None and member >= 0})
+    """The global rank from which, or to which, a message is under way that this process waits for, if it does."""
+    handle: Handle | None = process.waits_in
+    at = None if handle is None else handle.at
+    return [handle.group.ranks[at[1]]] if at and handle and handle.group and at[1] >= 0 else []
