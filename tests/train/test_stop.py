@@ -20,6 +20,7 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from isograd.comm.handle import Handle
+from isograd.comm.world import process
 from isograd.train.run import watchdog
 rank, size = int(sys.argv[2]), int(sys.argv[3])
 kind, _, other = sys.argv[4].partition(" for ")
@@ -32,7 +33,8 @@ dog.joined(f"rank {rank} (dp{rank})", [f"host{n}" for n in range(size)])
 dog.stepped()
 dog.beat("in step 3, optimizer")
 message = SimpleNamespace(wait=lambda: time.sleep(60))
-handle = Handle(SimpleNamespace(ranks=range(size), refuse_closed=lambda: None) if other else None)
+group = SimpleNamespace(ranks=range(size), refuse_closed=lambda: None, context=process)
+handle = Handle(group if other else None)
 handle.add(message, int(other or 0))
 if kind == "waits elsewhere":
     handle.wait()
