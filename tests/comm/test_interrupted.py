@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,3 +176,47 @@ def test_a_child_of_a_rank_cannot_take_its_messages() -> None:
     """It waited, and read what was meant for its parent."""
     (told, one), (_, other) = launch(forks, 2, timeout=60)
     assert "IG207" in told and "forked from a rank" in told and one == other == 6.0
+
+
+def ends_early() -> str:
+    group = Mesh("dp2").group("dp")
+    if group.index == 0:
+        return ""
+    try:
+        raw.all_reduce(torch.ones(3), group)
+    except ig.IsogradError as error:
+        return str(error)
+    return "went on"
+
+
+def killed(folder: str) -> str:
+    """Rank 0 ends without a word; the other one writes what it is told."""
+    if Mesh("dp2").rank == 0:
+        os._exit(0)
+    Path(folder, "told").write_text(ends_early())
+    return ""
+
+
+def test_a_rank_that_has_ended_is_named_by_those_that_wait_for_it(tmp_path: Path) -> None:
+    """It was gloo's error: "Connection closed by peer"."""
+    assert "IG213" in threads.run(ends_early, 2)[1]
+    with pytest.raises(ig.IsogradError, match="IG252"):
+        launch(killed, 2, str(tmp_path), timeout=60)
+    for said in ((tmp_path / "told").read_text(), threads.run(ends_early, 2)[1]):
+        assert "rank 0 has ended, or the connection to it is lost" in said
+
+
+def joins_twice(folder: str) -> list[float]:
+    """Sums before and after its program has ended its world and joined another one."""
+    mesh, found = Mesh("dp2"), list[float]()
+    for turn in range(2):
+        found.append(float(raw.all_reduce(torch.ones(1), Mesh("dp2").group("dp"))))
+        torch.distributed.destroy_process_group()
+        store = torch.distributed.FileStore(f"{folder}/{turn}", 2)
+        torch.distributed.init_process_group("gloo", store=store, rank=mesh.rank, world_size=2)
+    return found
+
+
+def test_a_program_may_end_its_world_and_join_another_one(tmp_path: Path) -> None:
+    """torch: Process group is not initialized in the world group map."""
+    assert launch(joins_twice, 2, str(tmp_path), timeout=60) == [[2.0, 2.0]] * 2

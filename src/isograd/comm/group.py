@@ -25,6 +25,12 @@ class RankContext:
         """A pickled mesh of no world has groups of its own."""
         return RankContext, ()
 
+    def awaited(self) -> int | None:
+        """The global rank from which, or to which, a message is under way that this rank waits for, if it does."""
+        handle = self.waits_in
+        at = None if handle is None else handle.at
+        return handle.group.ranks[at[1]] if at is not None and handle.group is not None and at[1] >= 0 else None
+
     def leave(self, why: str) -> None:
         """Close this rank's connections."""
 

@@ -1,4 +1,4 @@
-"""Communication in progress, and which ranks this process waits for: a watchdog names them."""
+"""Communication in progress."""
 
 from __future__ import annotations
 
@@ -39,13 +39,10 @@ class Handle:
         """Wait for each of the works, or for those of one member."""
         if self.group is not None:
             self.group.refuse_closed()  # `forget` has ended them: what they were to fill is not filled
-        try:
-            for each in self._works:  # which `forget` may end
-                work, member, _ = self.at = each
-                if only is None or member == only:
-                    work.wait()
-        finally:
-            self.at = None
+        for each in self._works:  # which `forget` may end
+            work, member, _ = self.at = each
+            if only is None or member == only:
+                work.wait()
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -57,16 +54,16 @@ class Handle:
         try:
             yield
         finally:
-            context.waits_in = None
+            context.waits_in = self.at = None
 
     def wait_for(self, member: int) -> None:
         """Wait only for what is sent to and received from one member."""
-        with abort_group_on_interrupt(), self._watched():
+        with self._watched(), abort_group_on_interrupt():
             self._wait_each(only=member)
 
     def wait(self) -> None:
         """Wait until everything is sent and received."""
-        with abort_group_on_interrupt(), self._watched():
+        with self._watched(), abort_group_on_interrupt():
             if self._arrival is None:
                 self._wait_each()
             else:
@@ -98,10 +95,3 @@ class Handle:
     def forget(self) -> None:
         """Let go of messages."""
         self._works.clear()
-
-
-def awaited() -> list[int]:
-    """The global rank from which, or to which, a message is under way that this process waits for, if it does."""
-    handle: Handle | None = process.waits_in
-    at = None if handle is None else handle.at
-    return [handle.group.ranks[at[1]]] if at and handle and handle.group and at[1] >= 0 else []

@@ -13,7 +13,7 @@ nobody knows of. Tensors are contiguous; empty ones are not sent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -29,6 +29,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 CLOSING = (1 << 30) - 1  # a tag with which nothing is sent
+LOST_RANK = "with rank "  # a note on an error of gloo
 Tensors = Sequence[Sequence[Tensor]]  # for each member of a group
 
 
@@ -58,17 +59,23 @@ class Transport:
 
     def send(self, handle: Any, tensors: Sequence[Tensor], peer: int, tag: int, control: bool) -> None:
         """To member `peer`."""
-        for tensor in tensors:
-            if tensor.numel():
-                message = self.count(True, tensor, peer, tag)
-                handle.add(self.process_group.send([tensor], peer, message[1]), peer, message)
+        self._start(handle, self.process_group.send, tensors, peer, True, tag)
 
     def receive(self, handle: Any, tensors: Sequence[Tensor], peer: int, tag: int, control: bool) -> None:
         """From member `peer`."""
+        self._start(handle, self.process_group.recv, tensors, peer, False, tag)
+
+    def _start(
+        self, handle: Any, start: Callable[..., Any], tensors: Sequence[Tensor], peer: int, sends: bool, tag: int
+    ) -> None:
         for tensor in tensors:
             if tensor.numel():
-                message = self.count(False, tensor, peer, tag)
-                handle.add(self.process_group.recv([tensor], peer, message[1]), peer, message)
+                message = self.count(sends, tensor, peer, tag)
+                try:
+                    handle.add(start([tensor], peer, message[1]), peer, message)
+                except RuntimeError as error:
+                    error.add_note(f"{LOST_RANK}{self.ranks[peer]}")
+                    raise
 
     def count(self, sends: bool, tensor: Tensor, peer: int, tag: int) -> tuple[bool, int, int, int]:
         """One message more: as in deadlock.Awaited. Where its place in the order is all that names it, its size becomes

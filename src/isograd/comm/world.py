@@ -25,7 +25,7 @@ from isograd.comm.fake import FakeRank, FakeTransport
 from isograd.comm.group import Group, RankContext
 from isograd.comm.threads import ThreadTransport
 from isograd.comm.threads import member as thread_member
-from isograd.comm.transport import of_torch
+from isograd.comm.transport import LOST_RANK, of_torch
 from isograd.errors import CommError, IsogradError, headline
 
 _timeout = timedelta(minutes=30)  # for which a collective waits for a silent rank
@@ -100,6 +100,7 @@ class Process(RankContext):
 
     def __init__(self) -> None:
         super().__init__()
+        self.world: Any = None  # torch's, in which its groups were made
         self.unfinished: WeakSet[Any] = WeakSet()  # Handles
 
     def leave(self, why: str) -> None:
@@ -146,6 +147,9 @@ def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "", m
     if member is not None:
         group.transport = FakeTransport(member, axes, ranks, purpose)
     else:
+        if here is None and process.world is not dist.group.WORLD:  # its program has ended the one before
+            process.made.clear()
+            process.world = dist.group.WORLD
         key, made = (purpose, ranks), group.context.made
         if key not in made and here is not None:
             made[key] = ThreadTransport(here, ranks, purpose)
@@ -232,6 +236,7 @@ def clone_store(flags: bool = False) -> Any:
 # -- leaving
 
 ABORTED = "aborted"  # the name of what the first rank that closed its connections said
+LOST = ("closed by peer", "reset by peer", "broken pipe", "connection closed", "connection refused", "has left: ")
 DEADLOCK = "ranks wait for each other"  # how it begins, where that is why
 
 
@@ -265,6 +270,11 @@ def cut(place: RankContext, why: str) -> None:
         transport.close()
 
 
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a backend says that another rank cannot be reached any more."""
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST)
+
+
 def abort(error: BaseException) -> BaseException:
     """This rank communicated with others when an exception came. Messages that it has started, or not started, would
     be taken for later ones: its connections are closed, which tells the others, and its next collective is refused.
@@ -276,6 +286,12 @@ def abort(error: BaseException) -> BaseException:
     if isinstance(error, RuntimeError) and first:
         leave(first, tell=False)
         return CommError("IG215", seen=first) if first.startswith(DEADLOCK) else CommError("IG213", seen=first)
+    if is_lost_connection(error):
+        noted = next((n.removeprefix("with ") for n in getattr(error, "__notes__", ()) if n.startswith(LOST_RANK)), "")
+        waits = (thread_member() or process).awaited()
+        other = noted or ("a rank" if waits is None else f"rank {waits}")
+        leave(why := f"{other} has ended, or the connection to it is lost")
+        return CommError("IG213", seen=why)
     text = (str(error).splitlines() or [""])[0][:200]
     leave(f"{type(error).__name__} came while it communicated with other ranks ({text})")
     return error

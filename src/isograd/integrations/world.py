@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from isograd.comm import world
-from isograd.comm.world import clone_store, store_get, store_set
+from isograd.comm.world import clone_store, is_lost_connection, store_get, store_set
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
@@ -167,7 +167,7 @@ def reports_failures(mesh: Mesh) -> Iterator[None]:
 
 
 ENDED, HEARD = "ended/", "heard/"  # and a rank: the error with which it has left a loop; that of rank 0 that it knows
-OF_OTHERS = ("IG550", "IG572", "IG870")  # the errors of a rank that is well
+OF_OTHERS = ("IG213", "IG215", "IG550", "IG572", "IG870")  # the errors of a rank that is well
 PATIENCE = 3.0  # seconds that rank 0 waits for the others to know its error
 _failed: list[FailureReport] = []  # of this process
 _rank_0_failure: list[str] = []  # of rank 0, whose store may have ended with it
@@ -207,7 +207,7 @@ def _report_at_exit(rank: int, ranks: int) -> None:
 
 def store_failure(rank: int, error: BaseException) -> None:
     """Let the others know the error with which this rank leaves a loop, unless one of theirs is why."""
-    if _of_connection(error) or (isinstance(error, IsogradError) and error.code in OF_OTHERS):
+    if is_lost_connection(error) or (isinstance(error, IsogradError) and error.code in OF_OTHERS):
         return
     with suppress(RuntimeError):  # the rank that kept the store has ended
         store_set(f"{ENDED}{rank}", f"{type(error).__name__}: {error}"[:500])
@@ -234,8 +234,8 @@ def name_failed_rank_in_forward(engine: Engine) -> None:
 def failed_rank_error(error: BaseException, mesh: Mesh) -> IntegrationError | None:
     """IG870, of a backend's error of a connection that is lost; and of IG572, at ZeRO 3, where this rank has met one
     that has failed at another place. None of any other error."""
-    elsewhere = isinstance(error, IsogradError) and error.code == "IG572"
-    if not elsewhere and not _of_connection(error):
+    elsewhere = isinstance(error, IsogradError) and error.code in ("IG213", "IG572")
+    if not elsewhere and not is_lost_connection(error):
         return None
     said = "; ".join(f"rank 0: {words}" for words in _rank_0_failure)
     for rank in () if said else range(mesh.layout.world_size):
@@ -244,11 +244,3 @@ def failed_rank_error(error: BaseException, mesh: Mesh) -> IntegrationError | No
     if elsewhere and not said:
         return None
     return IntegrationError("IG870", seen=said or "no word of the rank that ended", where=mesh.describe_rank())
-
-
-def _of_connection(error: BaseException) -> bool:
-    """Whether a backend says that it has lost another rank."""
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST)
-
-
-LOST = ("closed by peer", "reset by peer", "broken pipe", "connection closed", "connection refused")

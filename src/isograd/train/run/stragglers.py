@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from isograd.comm.handle import awaited
+from isograd.comm.world import process
 
 EVERY = 0.02
 STEPS, OFTEN = 10, 8  # a straggler is late in so many of so many steps
@@ -36,7 +36,7 @@ class Waiting:
         before = time.monotonic()
         while not self._over.wait(EVERY):
             now = time.monotonic()
-            if awaited():
+            if process.awaited() is not None:
                 self._seconds += min(now - before, 5 * EVERY)  # longer: this process itself got no turn
             before = now
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from isograd.comm.handle import awaited
+from isograd.comm.world import process
 from isograd.elastic.progress import StallTimer
 from isograd.errors import TrainError
 from isograd.io import atomic
@@ -213,7 +213,7 @@ class Watchdog:
             stack = traceback.extract_stack(frames[thread])
             for caller, frame in pairwise(stack):
                 if any(frame.filename.endswith(file) for file in _WAITS):
-                    to = f", for rank {', '.join(map(str, awaited()))}" if awaited() else ""
+                    to = f", for rank {other}" if (other := process.awaited()) is not None else ""
                     return (
                         f"waits in {frame.name}{to}, called in {_short(caller.filename)}:{caller.lineno} {caller.name}"
                     )
@@ -223,9 +223,10 @@ class Watchdog:
         frames = sys._current_frames()
         # On a GPU backward runs in threads of its own, and may wait there.
         lines = [line for frame in frames.values() for line in traceback.format_stack(frame)]
+        awaits = [] if (other := process.awaited()) is None else [other]
         return RankReport(
             self.where, socket.gethostname(), self.phase, any(file in line for line in lines for file in _WAITS),
-            awaited(), "".join(traceback.format_stack(frames[self.main or 0])).splitlines(),
+            awaits, "".join(traceback.format_stack(frames[self.main or 0])).splitlines(),
         )  # fmt: skip
 
     def diagnosis(self) -> str:
