@@ -19,6 +19,7 @@ class RankContext:
         self.made: dict[tuple[str, tuple[int, ...]], Any] = {}  # transports, by purpose and ranks: meshes share them
         self.waits_in: Any = None  # the handle that this rank waits for now, and who watches it (deadlock.py)
         self.watch: Any = None
+        self.deadlock = ""  # why its watch has closed the connections
         self.message_sums: Any = None  # while a step's messages are checked (engine/sdc/reductions.py)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:

@@ -114,6 +114,7 @@ class Process(RankContext):
             transport.process_group = None  # frames of an error may hold it
         self.made.clear()
         self.tags.clear()
+        self.deadlock = ""
         if dist.is_initialized() and why and "nccl" in dist.get_backend():
             distributed_c10d._abort_process_group()  # whose kernels may wait for messages that will not come
         if dist.is_initialized():
@@ -236,7 +237,15 @@ def clone_store(flags: bool = False) -> Any:
 # -- leaving
 
 ABORTED = "aborted"  # the name of what the first rank that closed its connections said
-LOST = ("closed by peer", "reset by peer", "broken pipe", "connection closed", "connection refused", "has left: ")
+LOST = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "connection closed",
+    "connection refused",
+    "pair closure",
+    "has left: ",
+)
 DEADLOCK = "ranks wait for each other"  # how it begins, where that is why
 
 
@@ -263,6 +272,7 @@ def _tell(why: str) -> None:
 
 def cut(place: RankContext, why: str) -> None:
     """From a thread that watches a rank: close the connections for which the rank waits. It leaves by itself then."""
+    place.deadlock = why
     _tell(why)
     if place is not process:
         place.leave(why)
@@ -282,13 +292,14 @@ def abort(error: BaseException) -> BaseException:
     closed its connections before, an error that names it."""
     if isinstance(error, IsogradError):
         return error
-    first = store_get(ABORTED)
+    place = thread_member() or process
+    first = place.deadlock or store_get(ABORTED)
     if isinstance(error, RuntimeError) and first:
         leave(first, tell=False)
         return CommError("IG215", seen=first) if first.startswith(DEADLOCK) else CommError("IG213", seen=first)
     if is_lost_connection(error):
         noted = next((n.removeprefix("with ") for n in getattr(error, "__notes__", ()) if n.startswith(LOST_RANK)), "")
-        waits = (thread_member() or process).awaited()
+        waits = place.awaited()
         other = noted or ("a rank" if waits is None else f"rank {waits}")
         leave(why := f"{other} has ended, or the connection to it is lost")
         return CommError("IG213", seen=why)

@@ -39,7 +39,7 @@ from torch.utils import _pytree as tree
 
 from isograd.comm import raw, world
 from isograd.comm.world import abort_group_on_interrupt
-from isograd.core.contract_table import contracts
+from isograd.core.contract_table import ContractTable, contracts
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.core.step_counters import StepCounters
@@ -104,16 +104,22 @@ class DataParallel(nn.Module):
         super().__init__()
         self.mesh = mesh = Mesh(f"dp{world.world()[1]}")
         validation.refuse_options({k: v for k, v in options.items() if k not in HARMLESS}, ONLY, mesh)
-        validation.refuse_wrapped(module, mesh)
         validation.detach_previous_engine(module, mesh)
         self.module, self.broadcast_buffers = module, broadcast_buffers
-        table = contracts(module, mesh)
-        validation.refuse_cut(table, mesh)
-        if layers := len(StepCounters(module, mesh).members):  # which steps are taken is not seen here
-            raise EngineError("IG569", where=mesh.describe_rank(), layers=layers)
+
+        def alone() -> ContractTable:
+            validation.refuse_wrapped(module, mesh)
+            table = contracts(module, mesh)
+            validation.refuse_cut(table, mesh)
+            if layers := len(StepCounters(module, mesh).members):  # which steps are taken is not seen here
+                raise EngineError("IG569", where=mesh.describe_rank(), layers=layers)
+            validation.refuse_stray_grads(table, mesh)
+            return table
+
+        table = validation.told_to_all(alone, mesh)
         validation.check_supported_parameters(module, table, mesh)
         self._plan = make_plan(table, mesh, int((bucket_cap_mb or 16.0) * 2**20))
-        validation.check_plan(self._plan, mesh)
+        validation.check_plan(self._plan, table, module, mesh)
         FirstValues(module, table, mesh, None).fill(table)
         validation.equal_replicas(module, table, mesh)
         home = self._plan.slots[0].parameter.device

@@ -28,7 +28,7 @@ from torch.profiler import record_function
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
 from isograd.comm.world import abort_group_on_interrupt
-from isograd.core.contract_table import contracts
+from isograd.core.contract_table import ContractTable, contracts
 from isograd.core.input_checks import InputChecks
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import DATA, Mesh
@@ -94,22 +94,24 @@ class Engine:
             each matrix), so that ranks may step parts of a parameter.
         accept_weights: train weights in which an earlier Engine's optimizer has left half a step (IG559), as they are.
         """
-        validation.refuse_wrapped(model, mesh)
         validation.detach_previous_engine(model, mesh)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
+
+        def alone() -> tuple[ContractTable, dict[str, int | None], FirstValues]:
+            validation.check_options(model, mesh, offload, accumulate, overlap=overlap, reproducible=reproducible)
+            table = contracts(model, mesh)
+            validation.refuse_stray_grads(table, mesh)
+            return table, muon.owners(table, mesh, matrices), FirstValues(model, table, mesh, weights)
+
+        self.table, owners, first = validation.told_to_all(alone, mesh)
         self.pipeline = validation.pipeline_of(model, mesh, reproducible)
-        self.table = contracts(model, mesh)
         widest = validation.most_trained(self.table, mesh)
         options = {"clip": clip, "reproducible": reproducible, "overlap": overlap, "bucket_mb": bucket_mb}
         validation.check_supported_parameters(model, self.table, mesh, options | {"loss_scale": loss_scale})
         stage = mesh.layout.zero
         parts = (repeated_blocks(model) if blocks is None else list(blocks)) if stage == 3 else []
-        owners = muon.owners(self.table, mesh, matrices)
         self.plan = make_plan(self.table, mesh, int(bucket_mb * 2**20), homes(parts), owners)
-        validation.check_plan(self.plan, mesh)
-        validation.check_offload(offload, mesh)
-        validation.check_accumulation(accumulate, mesh, overlap=overlap, reproducible=reproducible)
-        first = FirstValues(model, self.table, mesh, weights)
+        validation.check_plan(self.plan, self.table, model, mesh)
         first.fill_buffers(model)
         validation.equal_replicas(model, self.table, mesh)
         fp16 = any(slot.parameter.dtype == torch.float16 for slot in self.plan.slots)
@@ -306,8 +308,8 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, batch: Any, micro_batches: int | None = None) -> Evaluation:
         """The mean loss of all data ranks' batches, under any layout; train or eval mode is the caller's choice."""
-        micros, pipeline = batches.micro_batches(batch, micro_batches), self.pipeline
         try:
+            micros, pipeline = batches.micro_batches(batch, micro_batches), self.pipeline
             with self._inputs.evaluating():
                 with abort_group_on_interrupt() if self.mesh.layers_wait else nullcontext():  # for this one's forward
                     self._check_lockstep("begins an evaluation")  # its forwards would pass for those of a step
@@ -484,9 +486,8 @@ class Engine:
         """At ZeRO 3, before a collective of all ranks: a rank in another forward would wait there for this one.
         Where this one discards, ranks that were elsewhere hear of it, and come to the same collective next."""
         while self._units is not None:
-            failed = self.step_state.state is State.FAILED
             try:
-                self._units.wait_for_all(said, failed or status is Status.DISCARDS)
+                self._units.wait_for_all(said, status is Status.DISCARDS or self.step_state.state is State.FAILED)
                 return
             except EngineError as error:  # told to the other ranks at the same time, where they were
                 self.step_state.fail(error)

@@ -22,12 +22,10 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from isograd.comm.fingerprint import ranks_unlike
 from isograd.comm.group import Group
 from isograd.core.contract import Contract
 from isograd.core.contract_table import ContractRow, ContractTable
 from isograd.core.mesh import DATA, Mesh
-from isograd.errors import EngineError
 
 ALIGN = 64  # elements
 
@@ -140,8 +138,6 @@ def make_plan(
     owners = owners or {}
     trained = [record for record in table if record.parameter.requires_grad]
     slots = [slot_of(r, mesh, owners.get(r.name), uncut_matrix=r.name in owners) for r in trained]
-    if not slots:
-        raise EngineError("IG501", seen=f"{len(table)} parameters, all frozen", where=mesh.describe_rank())
     buckets = []
     for ranks in dict.fromkeys(slot.owners.ranks for slot in slots):
         theirs = [slot for slot in slots if slot.owners.ranks == ranks]
@@ -168,14 +164,3 @@ def _buckets(slots: list[Slot], limit: int, homes: Mapping[int, nn.Module]) -> l
 
 def _kind(slot: Slot, homes: Mapping[int, nn.Module]) -> tuple[torch.dtype, nn.Module | None, bool]:
     return slot.parameter.dtype, homes.get(id(slot.parameter)), slot.has_one_owner
-
-
-def check_same(mesh: Mesh, axes: str, fingerprint: str, what: str) -> None:
-    """Refuse at start when members of a group hold different plans: their sums would add unlike rows."""
-    group = mesh.group(axes)
-    if group.size == 1:
-        return
-    digest = torch.frombuffer(bytearray(bytes.fromhex(fingerprint)), dtype=torch.int64).to(mesh.device)
-    different = ranks_unlike(digest, group)
-    if different:
-        raise EngineError("IG502", where=mesh.describe_rank(), differing=what, axes=axes, different=different)

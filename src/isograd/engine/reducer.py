@@ -22,7 +22,7 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
-from isograd.comm.world import abort_group_on_interrupt
+from isograd.comm.world import abort_group_on_interrupt, reserve_tags
 from isograd.core.mesh import Mesh
 from isograd.engine.packing import Buffers, Reduction, packing_of, reduce_rows
 from isograd.engine.plan import Bucket, Plan, Slot
@@ -47,6 +47,7 @@ class Reducer:
         """`tree`: add in one binary tree."""
         self.plan, self.tree, self._rank = plan, tree, mesh.rank
         self._context = mesh.group("world").context
+        self.number = reserve_tags(mesh.group("world"))  # ranks make theirs in one order
         self._groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
         self._native = any(map(raw.is_nccl, self._groups.values()))  # waits are the card's
         self.packings = {bucket: packing_of(bucket.slots) for bucket in plan.buckets}  # planned once, for gathers too

@@ -48,7 +48,7 @@ from isograd.engine.tree import Tree
 from isograd.engine.zero3.param_group import Zero3Hooks
 from isograd.errors import EngineError, headline
 
-_DISCARDED = "_isograd_discarded"  # of an exception: the step that was dropped with it
+_DISCARDED = "_isograd_discarded"  # of an exception: the steps that were dropped with it
 
 
 class State(Enum):
@@ -480,7 +480,7 @@ class StepState:
         number of the step that was dropped with it. Numbers only: it must not hold a model, and may be pickled."""
         error = error or sys.exception()
         with suppress(AttributeError):  # no exception, or one of a class with __slots__
-            setattr(error, _DISCARDED, (id(self), self.ended))
+            setattr(error, _DISCARDED, {*getattr(error, _DISCARDED, ()), (id(self), self.ended)})
 
     def skips_discard(self) -> bool:
         """Asked by `discard`: whether all ranks have dropped that step. Behind a handler no exception tells: where the
@@ -495,6 +495,6 @@ class StepState:
         drop, either, when no step is taken any more, which all ranks know or learn at their next step."""
         error, found = sys.exception(), self.optimizer_inconsistent is not None
         while error is not None and not found:
-            found = getattr(error, _DISCARDED, None) == (id(self), self.ended)
+            found = (id(self), self.ended) in getattr(error, _DISCARDED, ())
             error = error.__context__
         return found and self.empty

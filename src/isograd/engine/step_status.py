@@ -138,6 +138,9 @@ def gather_step_status(
             comm_world.leave, f"ranks {gave_up} gave up a step in which layers wait for each other", tell=False
         )
     with refusing(step_state, drop, wrong):
+        other = (table.more["engine"][:, 0] != table.more["engine"][0, 0]).nonzero().flatten().tolist()
+        if other and len(discard) < len(table.status):
+            raise EngineError("IG555", where=step_state.mesh.describe_rank(), does="call another Engine", found=other)
         refuse_parted(table, step_state)
         refuse_failed(table, step_state, problem, status is Status.DISCARDS)
         if status is Status.READS and bool((table.note != table.note[0]).any()):
@@ -179,7 +182,7 @@ def gather(
 ) -> StepStatus:
     """A row of every rank: one message of a few numbers and bits, from host to host, on connections of its own."""
     mesh, sums = step_state.mesh, [step_state.loss_sums.weight, loss]
-    more = {"weights": step_state.loss_sums.columns(), **more}
+    more = {"weights": step_state.loss_sums.columns(), "engine": torch.tensor([step_state.reducer.number]), **more}
     if status in (Status.FINE, Status.READS):  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
     numbers = [step_state.pending(), status, step_state.loss_sums.synced_backwards, settings, note]

@@ -6,31 +6,34 @@ Each refusal names a state in which gradients would be silently wrong.
 from __future__ import annotations
 
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from numbers import Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
-from isograd.comm.consensus import all_gather_object
+from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
 from isograd.comm.fingerprint import first_unlike
 from isograd.core.contract_table import ContractRow, ContractTable
-from isograd.core.mesh import DATA, Mesh
+from isograd.core.mesh import DATA, STAGE, Mesh
 from isograd.engine.grad_placeholder import OWN_SUM, GradPlaceholder
-from isograd.engine.plan import Plan, Slot, check_same
+from isograd.engine.plan import Plan, Slot
 from isograd.engine.zero3.module_hooks import Handles, owner_of
-from isograd.errors import EngineError, IsogradError
+from isograd.errors import EngineError, IsogradError, headline
 from isograd.nn.fp32_sums import needing_fp32_sums
 from isograd.pipeline import Pipeline
 
 _OURS = "_isograd_hook"  # marks functions of isograd, which change no gradient: an engine's, the verifier's
+T = TypeVar("T")
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "DeepSpeedEngine")
 
 
@@ -92,17 +95,28 @@ def _warn_of_half_sums(model: nn.Module, mesh: Mesh) -> None:
         )
 
 
+def told_to_all(check: Callable[[], T], mesh: Mesh) -> T:
+    """The result of a check that sends nothing. What one rank refuses is raised on all of them: they would wait."""
+    return run_or_raise_on_all_ranks(
+        check, mesh, EngineError, lambda error: EngineError("IG522", seen=headline(error), where=mesh.describe_rank())
+    )
+
+
+def check_pipeline(model: nn.Module, mesh: Mesh, reproducible: bool) -> None:
+    """Refuse a model that is not cut into the stages of the layout."""
+    if mesh.size("pp") > 1 and not isinstance(getattr(model, "chunks", None), dict):
+        raise EngineError("IG519", seen=type(model).__name__, where=mesh.describe_rank(), layout=str(mesh.layout))
+    if mesh.size("pp") > 1 and reproducible:
+        raise EngineError("IG520", seen=f"reproducible=True under {str(mesh.layout)!r}", where=mesh.describe_rank())
+
+
 def pipeline_of(model: nn.Module, mesh: Mesh, reproducible: bool) -> Pipeline | None:
     """The stages of this rank, for a layout with a pipeline."""
+    check_pipeline(model, mesh, reproducible)
     if mesh.size("pp") == 1:
         return None
-    found = getattr(model, "chunks", None)
-    if not isinstance(found, dict):
-        raise EngineError("IG519", seen=type(model).__name__, where=mesh.describe_rank(), layout=str(mesh.layout))
-    if reproducible:
-        raise EngineError("IG520", seen=f"reproducible=True under {str(mesh.layout)!r}", where=mesh.describe_rank())
     refuse: Callable[[Any], None] = getattr(model, "refuse_micro", None) or (lambda micro: None)
-    return Pipeline(model, found, mesh, refuse)
+    return Pipeline(model, model.chunks, mesh, refuse)  # type: ignore[arg-type]
 
 
 def most_trained(table: ContractTable, mesh: Mesh) -> int:
@@ -130,6 +144,16 @@ def detach_previous_engine(model: nn.Module, mesh: Mesh) -> None:
     before = owner_of(model)
     if before is not None:
         before.dissolve()
+
+
+def check_options(
+    model: nn.Module, mesh: Mesh, offload: bool, accumulate: str, *, overlap: bool, reproducible: bool
+) -> None:
+    """What one rank can say of its own model and options."""
+    refuse_wrapped(model, mesh)
+    check_pipeline(model, mesh, reproducible)
+    check_offload(offload, mesh)
+    check_accumulation(accumulate, mesh, overlap=overlap, reproducible=reproducible)
 
 
 def check_offload(offload: bool, mesh: Mesh) -> None:
@@ -172,17 +196,53 @@ def refuse_shared_elements(plan: Plan, mesh: Mesh) -> None:
                 place.fill_(True)
 
 
-def check_plan(plan: Plan, mesh: Mesh) -> None:
-    """Members that will add shards hold the same names, shapes and rows; storage is what shards can be views of."""
+def refuse_stray_grads(table: ContractTable, mesh: Mesh) -> None:
+    """The engine weighs each gradient itself; and it needs something to train."""
+    trained = [record for record in table if record.parameter.requires_grad]
+    for record in trained:
+        if record.parameter.grad is not None:
+            raise EngineError("IG507", where=mesh.describe_rank(), name=record.name)
+    if not trained and mesh.size("pp") == 1:  # one of several stages: most_trained
+        raise EngineError("IG501", seen=f"{len(table)} parameters, all frozen", where=mesh.describe_rank())
+
+
+def check_plan(plan: Plan, table: ContractTable, model: nn.Module, mesh: Mesh) -> None:
+    """Members that will add shards hold the same names, shapes and rows; the ranks of a stage train the same
+    parameters, and all ranks one model. Storage is what shards can be views of. Refused on all ranks."""
     owed = {axes for slot in plan.slots for axes in (slot.contract.data, *slot.contract.partial_over)}
-    for axes in sorted({DATA} | owed):
-        what = "the trainable parameters" if axes == DATA else f"the parameters that owe {axes!r}"
-        check_same(mesh, axes, plan.fingerprint(axes), what)
+    names = sorted((r.name, r.parameter.requires_grad, str(r.parameter.dtype)) for r in table)
+    said = {axes: plan.fingerprint(axes) for axes in {DATA} | owed}
+    said |= {STAGE: _digest(names), "world": _digest(_described(model))}
+    whose = {
+        DATA: "the trainable parameters",
+        STAGE: "what is trained",
+        "world": "the config of the model, or its split,",
+    }
+    every = all_gather_object(said, mesh)
+    for axes in sorted({axes for one in every for axes in one}):
+        for group in mesh.all_groups(axes).tolist():
+            different = [rank for rank in group if every[rank].get(axes) != every[group[0]].get(axes)]
+            if different:
+                differing = whose.get(axes, f"the parameters that owe {axes!r}")
+                seen = f"ranks {different} disagree with rank {group[0]}"
+                raise EngineError("IG502", seen=seen, where=mesh.describe_rank(), differing=differing, axes=axes)
     refuse_shared_elements(plan, mesh)
     for slot in plan.slots:
-        if slot.parameter.grad is not None:
-            raise EngineError("IG507", where=mesh.describe_rank(), name=slot.name)
         slot.parameter.data = slot.parameter.data.contiguous()
+
+
+def _digest(value: object) -> str:
+    return sha256(repr(value).encode()).hexdigest()
+
+
+def _described(model: nn.Module) -> list[object]:
+    """The config of a model of isograd or transformers, without names of folders, and the split of its stages."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "model_type") and hasattr(config, "to_dict"):
+        config = sorted((name, repr(v)) for name, v in config.to_dict().items() if not name.startswith("_"))
+    elif not type(config).__module__.startswith("isograd."):
+        config = None  # of somebody else, and perhaps of this rank alone
+    return [re.sub(r" at 0x[0-9a-f]+", "", repr(config)), getattr(model, "parts", None)]
 
 
 @torch.no_grad()

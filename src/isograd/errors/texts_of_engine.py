@@ -45,7 +45,6 @@ IG254: no answer within {timeout} s from ranks {silent}
 IG501: the model has no trainable parameter
   expected: at least one with requires_grad=True
 IG502: {differing} differ between ranks that share the axes {axes!r}
-  seen:     ranks {different} disagree with this one
   expected: the same names, shapes, cuts, dtypes and trainable parameters on all of them
   fix:      build the same model with the same config and freeze the same parameters on every rank
 IG503: {count} parameters have neither memory nor values
