@@ -237,15 +237,7 @@ def clone_store(flags: bool = False) -> Any:
 # -- leaving
 
 ABORTED = "aborted"  # the name of what the first rank that closed its connections said
-LOST = (
-    "closed by peer",
-    "reset by peer",
-    "broken pipe",
-    "connection closed",
-    "connection refused",
-    "pair closure",
-    "has left: ",
-)
+LOST = ("closed by peer", "reset by peer", "broken pipe", "connection closed", "connection refused", "pair closure")
 DEADLOCK = "ranks wait for each other"  # how it begins, where that is why
 
 
@@ -282,7 +274,7 @@ def cut(place: RankContext, why: str) -> None:
 
 def is_lost_connection(error: BaseException) -> bool:
     """Whether a backend says that another rank cannot be reached any more."""
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST)
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in (*LOST, "has left: "))
 
 
 def abort(error: BaseException) -> BaseException:

@@ -138,7 +138,8 @@ def gather_step_status(
             comm_world.leave, f"ranks {gave_up} gave up a step in which layers wait for each other", tell=False
         )
     with refusing(step_state, drop, wrong):
-        other = (table.more["engine"][:, 0] != table.more["engine"][0, 0]).nonzero().flatten().tolist()
+        engines = table.more["engine"].tolist()
+        other = [rank for rank, number in enumerate(engines) if number != engines[0]]
         if other and len(discard) < len(table.status):
             raise EngineError("IG555", where=step_state.mesh.describe_rank(), does="call another Engine", found=other)
         refuse_parted(table, step_state)
@@ -182,10 +183,11 @@ def gather(
 ) -> StepStatus:
     """A row of every rank: one message of a few numbers and bits, from host to host, on connections of its own."""
     mesh, sums = step_state.mesh, [step_state.loss_sums.weight, loss]
-    more = {"weights": step_state.loss_sums.columns(), "engine": torch.tensor([step_state.reducer.number]), **more}
+    more = {"weights": step_state.loss_sums.columns(), **more}
     if status in (Status.FINE, Status.READS):  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
     numbers = [step_state.pending(), status, step_state.loss_sums.synced_backwards, settings, note]
+    numbers.append(step_state.reducer.number)
     known = torch.tensor(list(map(float, numbers)), dtype=torch.float64)
     used = packed([slot in step_state.used for slot in step_state.plan.slots], step_state.widest)
     heads = [torch.as_tensor(number, dtype=torch.float64).reshape(1) for number in sums]
@@ -198,10 +200,11 @@ def gather(
 
     def table(late: Late | None) -> StepStatus:
         weights, losses, numbers, used, *columns = rows.split(sizes, dim=1)
-        pending, states, synced_backwards, digests, notes = numbers.T
+        pending, states, synced_backwards, digests, notes, engines = numbers.T
         return StepStatus(
             weights[:, 0], losses[:, 0], pending, states, synced_backwards, digests, notes,
-            dict(zip(more, columns, strict=True)), unpacked(used, step_state.widest), late,
+            {**dict(zip(more, columns, strict=True)), "engine": engines},
+            unpacked(used, step_state.widest), late,
         )  # fmt: skip
 
     def complete(arrived: Tensor) -> StepStatus:
