@@ -5,6 +5,7 @@ FAILURES E: a tester found each of these silently wrong, or a hang.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,3 +139,30 @@ def evaluates(layout: str) -> str:
 def test_an_evaluation_that_one_rank_cannot_begin_is_refused_on_all() -> None:
     one, other = threads.run(evaluates, 2, "dp2 zero1", timeout=30)
     assert "IG518" in other and "rank 1" in one and "IG5" in one, (one, other)
+
+
+def opens(folder: str, interrupted: bool) -> str:
+    """One rank opens a folder of checkpoints with another word, or is interrupted while it loads one."""
+    mesh = Mesh("dp2")
+    engine = ig.Engine(nn.Linear(2, 1), mesh, sgd)
+    try:
+        word: Any = "nonsense" if mesh.rank and not interrupted else "stop"
+        keeper = ig.checkpoint.CheckpointManager(folder, engine, on_error=word)
+        keeper.save(1)
+        if mesh.rank and interrupted:
+            keeper.wait = interrupt  # type: ignore[method-assign]
+        keeper.load()
+    except (KeyboardInterrupt, ig.IsogradError) as error:
+        return f"{type(error).__name__} {error}"
+    return "loaded"
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_manager_that_one_rank_opens_or_loads_otherwise_is_refused_on_all(tmp_path: Path) -> None:
+    for said in threads.run(opens, 2, str(tmp_path / "word"), False, timeout=30):
+        assert "IG930" in said and "on_error='nonsense'" in said
+    one, other = threads.run(opens, 2, str(tmp_path / "load"), True, timeout=30)
+    assert other.startswith("KeyboardInterrupt") and "IG213" in one and "rank 1: KeyboardInterrupt" in one, one

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ class NotFinite(CheckpointError):
 class CheckpointManager:
     """Saves and loads the state of one engine in one folder; see the top of this file."""
 
+    @abort_group_on_interrupt()
     def __init__(
         self,
         folder: str | Place,
@@ -94,6 +95,8 @@ class CheckpointManager:
         all_or_none(self._check_shared, f"looking into the folder {folder}", self.mesh)
 
     def _take_folder(self) -> None:
+        if self.on_error not in get_args(OnError):
+            raise ValueError(f"on_error={self.on_error!r}: one of {get_args(OnError)}")
         if self.mesh.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = folders.Lock(self.folder, self._job)
@@ -277,6 +280,7 @@ class CheckpointManager:
 
     # -- loading
 
+    @abort_group_on_interrupt()
     def load(self, source: str | Place = "auto") -> Loaded | None:
         """Bring the engine to a saved state, whatever layout saved it.
 
