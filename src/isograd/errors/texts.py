@@ -298,9 +298,9 @@ IG938: {name} has the state of another optimizer
   expected: the optimizer that saved it, for the same trainable parameters
   fix:      use that optimizer again; or take the weights alone: weights=ig.checkpoint.SavedWeights(path), or 'isograd
             ckpt convert' and model.path in a config
-IG939: {name} was written by a newer isograd
-  expected: at most version {version}
-  fix:      read it with the isograd that wrote it, or a later one
+IG939: {name} was written by an isograd of another format
+  expected: version {version}
+  fix:      read it with the isograd that wrote it; 'isograd ckpt convert' of that one makes a Hugging Face folder
 IG940: the ranks together did not write every element once
   expected: every row of every tensor from one rank
   fix:      is the optimizer's state the same on all ranks? Otherwise please report this
