@@ -146,7 +146,7 @@ def _build(options: argparse.Namespace) -> int:
     if manifest.empty:
         print(f"left out: {manifest.empty:,} documents without text")
     if manifest.left_out:
-        print(left_out_text(manifest.left_out))
+        print(left_out_text(manifest.left_out, manifest.left_out_at))
     if manifest.as_text:
         print(manifest.as_text)
     if not counts["validation"] and options.validation:

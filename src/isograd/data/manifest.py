@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -111,6 +112,7 @@ class TokenManifest:
     empty: Count  # documents without text, left out
     markers: dict[str, Count] = field(default_factory=dict)  # of conversations: of the template, as text; their tokens
     left_out: dict[str, Count] = field(default_factory=dict)  # of conversations: lines that were skipped, by reason
+    left_out_at: tuple[str, ...] = ()  # where the first of them stand
     format: Literal["isograd tokens"] = FORMAT
     version: Literal[1] = VERSION
     __pydantic_config__: ClassVar = STRICT
@@ -140,10 +142,11 @@ class TokenManifest:
         return encode({"format": self.format, "version": self.version} | asdict(self))
 
 
-def left_out_text(left_out: dict[str, int]) -> str:
+def left_out_text(left_out: dict[str, int], at: Iterable[str] = ()) -> str:
     """The lines that were skipped, in words; empty: none."""
     told = [f"{number:,} {reason}" for reason, number in sorted(left_out.items(), key=lambda one: (-one[1], one[0]))]
-    return f"left out: {sum(left_out.values()):,} lines: {', '.join(told)}" if told else ""
+    first = f"; the first: {', '.join(at)}" if at else ""
+    return f"left out: {sum(left_out.values()):,} lines: {', '.join(told)}{first}" if told else ""
 
 
 def encode(record: dict[str, Any]) -> bytes:
