@@ -199,7 +199,7 @@ def place_of(recipe: Recipe, part: InputPart, index: int) -> str:
 def values(path: Path) -> Iterator[tuple[int, Any]]:
     """(number from 1, value) of each line that is not empty, or of each row of a parquet file."""
     if path.suffix not in (*JSON_LINES, ".parquet"):
-        raise _no_input(path, f"a file {path.suffix!r}", "pairs stand in .jsonl or .parquet files")
+        raise _no_input(path, f"a file {path.suffix!r}", "pairs and prompts stand in .jsonl, .json or .parquet files")
     if path.suffix == ".parquet":
         with _parquet(path) as file:
             yield from enumerate(map(_filled, _unpacked(path, file, None, None)), 1)

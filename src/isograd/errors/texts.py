@@ -145,7 +145,7 @@ IG647: the tokenizer has no chat template, so messages cannot be given to the mo
 IG648: a prompt that leaves the model no room
   expected: at least 1 token, and fewer than {room}, which the model has positions for
 IG649: line {line} of {path} is no prompt
-  expected: {{"prompt": "a text"}} or {{"messages": [{{"role": "user", "content": "a text"}}]}}
+  expected: {{"prompt": "a text"}}, or a conversation: {{"messages": [...]}}, or ShareGPT's or Alpaca's form of one
 IG654: {path} cannot be had from the Hugging Face hub
   expected: hf://OWNER/MODEL, or hf://datasets/OWNER/NAME/FILE, and the network, or what was downloaded before
   fix:      see the name on the hub; HF_TOKEN for what is private; without a network copy the folder, and give its path
