@@ -99,29 +99,18 @@ class CheckpointManifest:
     step: int
     layout: str
     model: dict[str, Any] | None  # hf/export.py's description
-    extra: dict[str, Any]
-    numbers: dict[str, Any]
-    tensors: dict[str, Saved]
-    files: dict[str, int]  # sizes in bytes
     written_by: dict[str, str]
+    files: dict[str, int]  # sizes in bytes
+    numbers: dict[str, Any]
+    extra: dict[str, Any]
+    tensors: dict[str, Saved]
 
     def write(self, folder: Place) -> None:
         """Write the hash of manifest.json, and then this, which in a store is the checkpoint's name."""
         number = {file: i for i, file in enumerate(self.files)}
-        tensors = {
-            key: {
-                "shape": saved.shape,
-                "dtype": saved.dtype,
-                "files": [number[file] for file in saved.files],
-                "boxes": saved.boxes,
-                "xxh3_128": saved.xxh3_128,
-            }
-            for key, saved in self.tensors.items()
-        }
-        head = {"format": FORMAT, "version": VERSION, "step": self.step, "layout": self.layout}
-        head["model"] = self.model
-        rest = {"written_by": self.written_by, "files": self.files, "numbers": self.numbers, "extra": self.extra}
-        text = json.dumps({**head, **rest, "tensors": tensors}, separators=(",", ":")).encode()
+        tensors = {key: vars(s) | {"files": [number[file] for file in s.files]} for key, s in self.tensors.items()}
+        whole = {"format": FORMAT, "version": VERSION, **vars(self), "tensors": tensors}
+        text = json.dumps(whole, separators=(",", ":")).encode()
         write_bytes(folder / HASH, f"{hashlib.sha256(text).hexdigest()}  {NAME}\n".encode())
         write_bytes(folder / NAME, text)
 
@@ -240,7 +229,7 @@ def read(folder: Place) -> CheckpointManifest:
     tensors = {key: _saved(key, value, head.files, budget) for key, value in head.tensors.items()}
     _check_numbers(head.numbers, tensors)
     return CheckpointManifest(
-        head.step, head.layout, found["model"], head.extra, found["numbers"], tensors, head.files, head.written_by
+        head.step, head.layout, found["model"], head.written_by, head.files, found["numbers"], head.extra, tensors
     )
 
 

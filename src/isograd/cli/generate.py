@@ -198,10 +198,6 @@ def _asked(given: Any, path: Path, number: int) -> Any:
             seen = str(error.seen)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    if not messages or tools or not all(map(_is_message, messages)):
+    if not messages or tools or not all(isinstance(message.get("content"), str) for message in messages):
         raise ConfigError("IG649", seen=terminal.plain(seen[:200]), path=path, line=number)
     return messages
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
