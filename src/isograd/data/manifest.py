@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from isograd.errors import DataError
+from isograd.errors import DataError, listed
 from isograd.io.untrusted import MANIFEST, FileError, parse_json, read_bytes, typed
 
 NAME = "manifest.json"
@@ -124,13 +124,8 @@ class TokenManifest:
     @property
     def as_text(self) -> str:
         """The template's markers that are no token of their own, in words; empty: none."""
-        told = [f"{marker} {number}" for marker, number in list(self.markers.items())[:12]]
-        more = f" and {len(self.markers) - 12} more" if len(self.markers) > 12 else ""
-        return (
-            f"the template's markers that are text, with their number of tokens: {', '.join(told)}{more}"
-            if told
-            else ""
-        )
+        told = listed([f"{marker} {number}" for marker, number in self.markers.items()], 12)
+        return told and f"the template's markers that are text, with their number of tokens: {told}"
 
     def files(self, split: str | None = None) -> dict[str, tuple[int, str]]:
         """Bytes and sha256 by name of every file, or of those of a split."""
