@@ -112,7 +112,6 @@ def write_tensors(
                 again.write(f"other bytes of {one.name!r}", chunk)
                 found.update(chunk)
             hashes[one.name] = found.hexdigest()
-        again.wait()
         flush(file)
     again.finish()
     return len(text) + at, hashes
@@ -150,12 +149,9 @@ class _Again:
         threading.Thread(target=self._behind, args=(self._reading, block, self._start), daemon=True).start()
         self._block, self._start = [(unlike, data[len(data) - rest :])], self._end - rest
 
-    def wait(self) -> None:
-        """Until the block was read that is under way."""
-        self._reading.result()
-
     def finish(self) -> None:
         """Read what was written last; there must be nothing else in the file."""
+        self._reading.result()
         self._read(self._block, self._start, last=True)
 
     def _behind(self, reading: Future[None], block: list[tuple[str, memoryview]], start: int) -> None:
