@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import pty
@@ -338,6 +339,14 @@ def test_a_file_of_conversations_is_asked_without_the_answers_that_end_them(fold
     code, text = said(capsys, "generate", str(folder), "--prompts", str(file), *words)
     rows = [json.loads(line) for line in text.splitlines()]
     assert code == 0 and rows == [{**given, "sample": 0, "text": expected} for given in CONVERSATIONS.values()]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    given = {
+        **CONVERSATIONS["ShareGPT"],
+        "made": datetime.date(2026, 11, 28),
+    }  # what JSON has no word for comes back as text
+    parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist([given]), tmp_path / "chats.parquet")
+    code, text = said(capsys, "generate", str(folder), "--prompts", str(tmp_path / "chats.parquet"), *words)
+    assert code == 0 and json.loads(text) == {**given, "made": "2026-11-28", "sample": 0, "text": expected}
 
 
 def test_what_is_missing_is_said_with_the_line_to_type(folder: Path, tmp_path: Path, capsys: Any) -> None:

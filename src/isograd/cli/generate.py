@@ -53,8 +53,8 @@ def generate(words: list[str]) -> int:
         batch = asked[first : first + options.batch]
         texts = writer.write_all([said for (_, said), _ in batch], how, range(first, first + len(batch)))
         for ((given, _), sample), text in zip(batch, texts, strict=True):
-            line = json.dumps({**given, "sample": sample, "text": text}) if options.json else terminal.plain(text)
-            print(line, flush=True)
+            row = {**given, "sample": sample, "text": text}
+            print(json.dumps(row, default=str) if options.json else terminal.plain(text), flush=True)
     return 0
 
 
@@ -190,7 +190,7 @@ def _asked(given: Any, path: Path, number: int) -> Any:
     prompt = given.get("prompt") if isinstance(given, dict) else None
     if isinstance(prompt, str) and given.get("messages") is None:
         return prompt
-    messages, tools, seen = list[Any](), None, json.dumps(given, ensure_ascii=False)
+    messages, tools, seen = list[Any](), None, json.dumps(given, ensure_ascii=False, default=str)
     if prompt is None:
         try:
             messages, tools = conversation(seen)
