@@ -129,11 +129,11 @@ def race(sizes: Sizes, home: Path, rounds: int) -> list[tuple[str, Times]]:
 def manifest_of(ranks: int, tensors: int) -> list[tuple[str, float]]:
     """Seconds (and MB) of the list of pieces, of tensors that every rank holds rows of."""
     box_of = [[[rank * 56, (rank + 1) * 56], [0, 8192]] for rank in range(ranks)]
-    numbers = {"groups": [], "counts": {}, "loss_scale": None}
+    run = {"groups": [], "loss_scale": None}
     notes = []
     for rank in range(ranks):
-        listed = {f"model/{n}": [[ranks * 56, 8192], "F32", box_of[rank], "0" * 64] for n in range(tensors)}
-        notes.append({"file": f"rank-{rank:05d}.safetensors", "bytes": 1, "tensors": listed, "numbers": numbers})
+        listed = {f"model/{n}": [[ranks * 56, 8192], "F32", box_of[rank], "0" * 32] for n in range(tensors)}
+        notes.append({"file": f"rank-{rank:05d}.safetensors", "bytes": 1 << 40, "tensors": listed, "counts": {}})
     found, at = [], time.perf_counter()
 
     def lap(what: str) -> None:
@@ -142,7 +142,7 @@ def manifest_of(ranks: int, tensors: int) -> list[tuple[str, float]]:
         at = time.perf_counter()
 
     with tempfile.TemporaryDirectory() as home:
-        merged = manifest.merge(notes, {"step": 1, "layout": "", "model": None, "extra": {}})
+        merged = manifest.merge(notes, {"step": 1, "layout": "", "model": None, "extra": {}, "run": run})
         lap("merge")
         merged.write(Path(home))
         lap("write")

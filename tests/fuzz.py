@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import yaml
 from safetensors.torch import save_file
+from xxhash import xxh3_128
 
 from isograd.checkpoint import manifest as checkpoints
 from isograd.checkpoint.compare import damages
@@ -84,9 +85,7 @@ def _checkpoint(folder: Path) -> str:
         file = f"rank-{rank:05d}.safetensors"
         size, _ = write_tensors(home / file, [entry(k, t) for k, t in mine.items()], mine.values(), {"format": "pt"})
         box = ((rows.start, rows.stop), (0, 2))
-        listed = {
-            key: ((3, 2), "F32", box, hashlib.sha256(raw_bytes(tensor)).hexdigest()) for key, tensor in mine.items()
-        }
+        listed = {key: ((3, 2), "F32", box, xxh3_128(raw_bytes(tensor)).hexdigest()) for key, tensor in mine.items()}
         counts = {"step": {name: [7.0, "float32"] for name in names}} if rank == 0 else {}
         notes.append({"file": file, "bytes": size, "tensors": listed, "counts": counts})
     config = {"vocab": 3, "hidden": 2, "layers": 1, "heads": 1, "mlp": 2}

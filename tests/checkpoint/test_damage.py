@@ -51,7 +51,7 @@ def swapped(place: Path) -> None:
     """Two tensors of one shape change places: every byte is there, and every size."""
     found = json.loads((place / manifest.NAME).read_text())
     a, b = (found["tensors"][f"model/blocks.{i}.mlp.up.weight"] for i in (0, 1))
-    a["sha256"], b["sha256"] = b["sha256"], a["sha256"]
+    a["xxh3_128"], b["xxh3_128"] = b["xxh3_128"], a["xxh3_128"]
     text = json.dumps(found).encode()
     (place / manifest.NAME).write_bytes(text)
     (place / manifest.HASH).write_text(f"{hashlib.sha256(text).hexdigest()}  manifest.json\n")
@@ -142,13 +142,16 @@ def test_damage_that_one_rank_meets_sends_all_ranks_to_the_older_checkpoint(worl
     assert "rank-00001.safetensors" in answers[0][1][0]
 
 
-def test_a_checkpoint_of_a_newer_isograd_is_refused(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with CheckpointManager(tmp_path / "new", toys.engine_of("1", "gpt2")) as keeper:
+@pytest.mark.parametrize("version", [manifest.VERSION - 1, manifest.VERSION + 1], ids=["older", "newer"])
+def test_a_checkpoint_of_another_format_is_refused(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path / "other", toys.engine_of("1", "gpt2")) as keeper:
         with monkeypatch.context() as patched:
-            patched.setattr(manifest, "VERSION", 2)
+            patched.setattr(manifest, "VERSION", version)
             keeper.save(1)
             keeper.wait()
-        with pytest.raises(CheckpointError, match="IG939"):
+        with pytest.raises(CheckpointError, match=rf"(?s)IG939.*version {version}, written by.*isograd"):
             keeper.load()
 
 

@@ -183,12 +183,12 @@ def test_a_refusal_names_the_file_and_the_line_and_text_is_not_taken_for_convers
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     words = ["data", "build", str(tmp_path / "out"), str(tmp_path / "chats.jsonl"), "--tokenizer", str(folder)]
     assert main([*words, "--chat", "--workers", "1"]) == 2
-    assert f"{tmp_path}/chats.jsonl, document 4" in capsys.readouterr().err
+    assert f"{tmp_path}/chats.jsonl:4\n" in capsys.readouterr().err
     cut = tmp_path / "cut.jsonl"
     cut.write_text("\n".join([*lines[:3], lines[0][:-20]]) + "\n")
     assert main([*words[:2], str(tmp_path / "cut"), str(cut), *words[4:], "--chat", "--workers", "1"]) == 2
     told = capsys.readouterr().err
-    assert f"{cut}, document 4" in told and "is it cut off?" in told and "line 2" not in told
+    assert f"{cut}:4\n" in told and "is it cut off?" in told and "line 2" not in told
     assert main([*words, "--workers", "1"]) == 2
     assert "isograd data build --chat" in capsys.readouterr().err
 

@@ -116,6 +116,8 @@ def test_no_document_for_validation_is_said(tmp_path: Path, capsys: pytest.Captu
         (["build", "out", "toy.txt", "--validation", "1"], "IG924"),
         (["show", "toy", "--split", "test"], "IG600"),
         (["show", "toy", "--lenght", "3"], "IG600"),
+        (["show", "toy", "--n", "101"], "IG600"),
+        (["show", "toy", "--length", str(10**12)], "IG600"),
         (["biuld"], "IG600"),
         ([], "IG600"),
     ],
@@ -127,6 +129,17 @@ def test_what_cannot_be_done_is_one_error_and_exit_2(
     toy(tmp_path / "toy")
     assert main(["data", *words]) == 2
     assert capsys.readouterr().err.startswith(code)
+
+
+def test_damage_has_the_exit_codes_that_the_page_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is cut is known by its size; an id beyond the vocabulary only when it is read."""
+    toy(tmp_path / "toy")
+    file = tmp_path / "toy" / "train-00000.bin"
+    whole = file.read_bytes()
+    for content, code, name in ((whole[:-2], 2, "IG902"), (b"\xff" * len(whole), 1, "IG928")):
+        file.write_bytes(content)
+        assert main(["data", "show", str(tmp_path / "toy"), "--n", "1"]) == code
+        assert capsys.readouterr().err.startswith(name)
 
 
 def test_an_option_that_is_nearly_right_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,20 +83,21 @@ def lines(path: Path, *values: object) -> Path:
 def test_lines_that_are_left_out_are_counted_by_reason(tmp_path, tokenizer, capsys, workers):
     """After some shards, every second line is bad. The tokens are those of a file of the good ones alone."""
     bad = [line for some in BAD.values() for line in some]
-    mixed = lines(tmp_path / "mixed.jsonl", *[ALPACA] * 9, *(line for one in bad for line in (one, ALPACA)))
+    mixed = lines(tmp_path / "mixed.jsonl", *[ALPACA] * 9, "", *(line for one in bad for line in (one, ALPACA)))
     good = lines(tmp_path / "good.jsonl", *[ALPACA] * (9 + len(bad)))
     words = ["--tokenizer", tokenizer, "--chat", "--validation", "0", "--workers", str(workers)]
     words, skip = [*words, "--shard-bytes", "100"], ["--on-bad-lines", "skip"]
     assert main(["data", "build", str(tmp_path / "good"), str(good), *words, *skip]) == 0
     assert "left out" not in capsys.readouterr().out
     assert main(["data", "build", str(tmp_path / "some"), str(mixed), *words]) == 2
-    assert "IG990" in (said := capsys.readouterr().err) and "--on-bad-lines skip" in said
+    assert "IG990" in (said := capsys.readouterr().err) and "--on-bad-lines skip" in said and f"{mixed}:11\n" in said
     assert main(["data", "build", str(tmp_path / "some"), str(mixed), *words, *skip, "--shard-bytes", "300"]) == 2
     assert "IG916" in capsys.readouterr().err
     assert main(["data", "build", str(tmp_path / "some"), str(mixed), *words, *skip]) == 0  # resumes, with a decision
     told = "left out: 10 lines: 3 an empty answer, 2 an unknown sender, 1 a special token spelled in a message, "
     told += "1 an empty 'output', "
-    assert told + "1 no JSON, 1 no answer, 1 no messages" in capsys.readouterr().out
+    told += f"1 no JSON, 1 no answer, 1 no messages; the first: {mixed}:11, {mixed}:13, {mixed}:15\n"
+    assert told in capsys.readouterr().out
     assert read(tmp_path / "some").left_out == {reason: len(some) for reason, some in BAD.items()}
     assert whole(tmp_path / "some") == whole(tmp_path / "good")
     assert main(["data", "show", str(tmp_path / "some"), "--n", "1"]) == 0
@@ -114,7 +115,8 @@ def test_where_all_lines_are_left_out_the_reasons_are_the_error(tmp_path, tokeni
     bad = lines(tmp_path / "bad.jsonl", *BAD["an unknown sender"], *BAD["no JSON"])
     with pytest.raises(DataError, match="IG923") as error:
         build(tmp_path / "out", [bad], tokenizer=tokenizer, chat=True, on_bad_lines="skip")
-    assert "3 lines: 2 an unknown sender, 1 no JSON" in str(error.value)
+    told = f"3 lines: 2 an unknown sender, 1 no JSON; the first: {bad}:1, {bad}:2, {bad}:3"
+    assert told in str(error.value)
 
 
 def test_shards_that_left_out_typed_special_tokens_are_made_again_when_these_are_text(tmp_path, tokenizer):

@@ -48,15 +48,15 @@ def built(out: Path, source: Path, tokenizer: Path, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_by_default_the_file_the_document_and_the_token_are_named(
+def test_by_default_the_file_the_line_and_the_token_are_named(
     tmp_path: Path, mine: Path, chats: Path, workers: int
 ) -> None:
     with pytest.raises(DataError) as caught:
         built(tmp_path / "out", chats, mine, shard_bytes=60, workers=workers)
     assert caught.value.code == "IG929"
     # Two workers may meet either chat first.
-    assert f"{chats}, document 4: the text spells the special token '{START}'" in str(caught.value) or (
-        workers == 2 and f"{chats}, document 5: " in str(caught.value)
+    assert f"{chats}:4: the text spells the special token '{START}'" in str(caught.value) or (
+        workers == 2 and f"{chats}:5: " in str(caught.value)
     )
     assert "--special-tokens keep" in str(caught.value) and "--special-tokens text" in str(caught.value)
     assert not (tmp_path / "out" / "manifest.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import pty
@@ -297,16 +298,55 @@ def test_lines_of_json_are_answered_in_their_order(folder: Path, tmp_path: Path,
     assert code == 0 and alone.strip("\n") == rows[0]["text"]
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["{}", "[]", "nothing", '{"prompt": 3}', '{"prompt": "a", "messages": []}', '{"messages": [{"role": "user"}]}'],
-)
+NO_PROMPTS = {
+    "{}": "IG649: line 2 of",
+    "[]": "IG649: line 2 of",
+    "nothing": "prompts.jsonl: line 2 is no JSON",
+    '{"prompt": 3}': "IG649: line 2 of",
+    '{"prompt": "a", "messages": []}': "IG649: line 2 of",
+    '{"messages": [{"role": "user"}]}': "message 1: it has no content",
+    '{"messages": [{"role": "user", "content": ["a"]}]}': "IG649: line 2 of",
+    '{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}': "IG649: line 2 of",
+    '{"conversations": [{"from": "bing", "value": "a"}]}': "'from' is 'bing'",
+    '{"conversations": [{"from": "gpt", "value": "a"}]}': "IG649: line 2 of",
+}
+
+
+@pytest.mark.parametrize("line", NO_PROMPTS)
 def test_a_line_that_is_no_prompt_is_refused_before_anything_is_written(folder: Path, tmp_path: Path, capsys: Any,
                                                                         line: str) -> None:  # fmt: skip
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "hello"}\n' + line + "\n")
     code, text = said(capsys, "generate", str(folder), "--prompts", str(file))
-    assert code == 2 and "IG649: line 2 of" in text and "hello\n" not in text.split("IG649")[0]
+    assert code == 2 and NO_PROMPTS[line] in text and "hello\n" not in text.split("IG")[0]
+
+
+USER, ANSWER = {"role": "user", "content": "you ?"}, {"role": "assistant", "content": "me"}
+CONVERSATIONS = {
+    "messages": {"messages": [USER, ANSWER]},
+    "ShareGPT": {"conversations": [{"from": "human", "value": "you ?"}, {"from": "gpt", "value": "me"}], "id": 7},
+    "Alpaca": {"instruction": "you ?", "output": "me"},
+}
+
+
+def test_a_file_of_conversations_is_asked_without_the_answers_that_end_them(folder: Path, tmp_path: Path,
+                                                                            capsys: Any) -> None:  # fmt: skip
+    words, file = ["--json", "--max-new-tokens", "5", "--temperature", "0"], tmp_path / "chats.json"
+    file.write_text(json.dumps(list(CONVERSATIONS.values())))  # an array, as ShareGPT's files are
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps({"messages": [USER]}) + "\n")
+    expected = json.loads(said(capsys, "generate", str(folder), "--prompts", str(asked), *words)[1])["text"]
+    code, text = said(capsys, "generate", str(folder), "--prompts", str(file), *words)
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert code == 0 and rows == [{**given, "sample": 0, "text": expected} for given in CONVERSATIONS.values()]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    given = {
+        **CONVERSATIONS["ShareGPT"],
+        "made": datetime.date(2026, 11, 28),
+    }  # what JSON has no word for comes back as text
+    parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist([given]), tmp_path / "chats.parquet")
+    code, text = said(capsys, "generate", str(folder), "--prompts", str(tmp_path / "chats.parquet"), *words)
+    assert code == 0 and json.loads(text) == {**given, "made": "2026-11-28", "sample": 0, "text": expected}
 
 
 def test_what_is_missing_is_said_with_the_line_to_type(folder: Path, tmp_path: Path, capsys: Any) -> None:

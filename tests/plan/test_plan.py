@@ -283,6 +283,15 @@ def test_a_search_finds_the_fastest_that_fits_and_says_why_others_fell_out() -> 
     assert tight.best[0].step.seconds >= found.best[0].step.seconds
 
 
+def test_a_search_tries_the_micro_batches_of_the_config_too() -> None:
+    """5 micro-batches of 3 sequences each: 3 is no power of two."""
+    tried = {
+        micro: {one.work.micro_batches for one in search(work(batch=15, micro_batches=micro), 1, H100, shown=24).best}
+        for micro in (5, 2)  # 2 do not divide 15
+    }
+    assert tried == {5: {5, 15}, 2: {15}}
+
+
 def test_a_search_offers_zero3_with_and_without_a_pipeline_and_predicts_what_it_costs_there() -> None:
     tiny = work(model=dataclasses.replace(SMALL, layers=4), batch=16)
     offered = list(layouts(tiny, 8, H100, SearchResult([], 0, 0)))

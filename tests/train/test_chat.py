@@ -151,7 +151,7 @@ def test_all_ranks_refuse_a_conversation_that_one_process_reads(worlds, tmp_path
         texts.prepare(config_of(tmp_path / "bare", data=sources))
     sources["tokenizer"] = str(builtin_chats.tokenizer(tmp_path / "tokenizer"))
     said = worlds(2).run(prepares, config_of(tmp_path / "run", data=sources, layout="dp2"))
-    assert said == [f"IG990 {tmp_path}/chats.jsonl, document 1"] * 2
+    assert said == [f"IG990 {tmp_path}/chats.jsonl:1"] * 2
 
 
 def test_the_command_refuses_before_any_rank_starts(tmp_path: Path, capsys, monkeypatch) -> None:

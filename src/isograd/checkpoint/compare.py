@@ -65,7 +65,7 @@ def differences(one: Reader, other: Reader) -> Iterator[Difference]:
 
 
 def _hashes(saved: Saved) -> set[tuple[Box, str]]:
-    return {(piece.box, piece.sha256) for piece in saved.pieces}
+    return {(piece.box, piece.xxh3_128) for piece in saved.pieces}
 
 
 def _by_rows(key: str, one: Reader, other: Reader) -> Difference | None:

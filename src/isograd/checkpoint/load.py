@@ -24,7 +24,7 @@ from isograd.comm.consensus import all_gather_object
 from isograd.engine import Engine, state
 from isograd.engine.ema import switch
 from isograd.engine.muon import members
-from isograd.errors import CheckpointError, IsogradError, did_you_mean
+from isograd.errors import CheckpointError, IsogradError, did_you_mean, listed
 from isograd.io.store import Place, place_of
 
 SHOWN = 8
@@ -155,8 +155,7 @@ def _read(engine: Engine, reader: Reader, beat: Callable[[str], None]) -> None:
             reader.fill(part.key, part.box, part.tensor)
     wrong = state.not_finite(parts, reader.manifest.numbers["counts"])
     if wrong:
-        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        raise Damage(f"NaN or Inf in {', '.join(wrong[:SHOWN])}{more}")
+        raise Damage(f"NaN or Inf in {listed(wrong, SHOWN)}")
     state.take_generators(ours, engine.mesh)
 
 
@@ -183,12 +182,9 @@ def _refuse_other_model(engine: Engine, manifest: CheckpointManifest, place: Pla
     ]
     wrong += [f"{key} is not in this model{did_you_mean(key, everywhere)}" for key in saved if key not in everywhere]
     unlike = _unlike(manifest.model, describe_model(engine.model))
-    error = CheckpointError(
-        "IG937",
-        seen=_listed([*_cast(there, here), *unlike[: SHOWN // 2], *([_listed(wrong)] if wrong else [])]),
-        where=engine.mesh.describe_rank(),
-        place=place.name,
-    )
+    told = [*_cast(there, here), *unlike[: SHOWN // 2], *([listed(wrong, SHOWN, "; ")] if wrong else [])]
+    seen = listed(told, SHOWN, "; ")
+    error = CheckpointError("IG937", seen=seen, where=engine.mesh.describe_rank(), place=place.name)
     raise_alike(error if wrong or unlike else None, engine.mesh)
 
 
@@ -202,7 +198,9 @@ def _refuse_other_optimizer(engine: Engine, manifest: CheckpointManifest, place:
     ]
     wrong += [f"{name} was frozen there and is trained here" for name in here if name not in there]
     wrong += [f"{name} was trained there and is frozen here" for name in there if name not in everywhere]
-    error = CheckpointError("IG938", seen=_listed(wrong), where=engine.mesh.describe_rank(), name=place.name)
+    error = CheckpointError(
+        "IG938", seen=listed(wrong, SHOWN, "; "), where=engine.mesh.describe_rank(), name=place.name
+    )
     raise_alike(error if wrong else None, engine.mesh)
 
 
@@ -220,7 +218,9 @@ def _refuse_other_switches(engine: Engine, manifest: CheckpointManifest, place: 
         for key, value in group["options"].items()
         if isinstance(value, bool) and value not in here.get((group["kind"], key), {value})
     ]
-    error = CheckpointError("IG938", seen=_listed(wrong), where=engine.mesh.describe_rank(), name=place.name)
+    error = CheckpointError(
+        "IG938", seen=listed(wrong, SHOWN, "; "), where=engine.mesh.describe_rank(), name=place.name
+    )
     raise_alike(error if wrong else None, engine.mesh)
 
 
@@ -326,7 +326,3 @@ def _cast(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 def _of_all_stages(mine: Iterable[str], engine: Engine) -> set[str]:
     return {name for names in all_gather_object(sorted(mine), engine.mesh, "pp") for name in names}
-
-
-def _listed(wrong: list[str]) -> str:
-    return "; ".join(wrong[:SHOWN]) + (f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")

@@ -5,10 +5,10 @@
       manifest.sha256           its hash, in the format of `sha256sum --check`
       rank-00000.safetensors    what rank 0 wrote
 
-{"format": "isograd checkpoint", "version": 1, "step": 100, "layout": "dp2 tp2 zero1", "model": {...},
+{"format": "isograd checkpoint", "version": 2, "step": 100, "layout": "dp2 tp2 zero1", "model": {...},
  "written_by": {...}, "files": {"rank-00000.safetensors": 12345}, "numbers": {...}, "extra": {...},
  "tensors": {"model/embed.weight": {"shape": [101, 24], "dtype": "F32", "files": [0, 1],
-             "boxes": [0, 51, 0, 24, 51, 101, 0, 24], "sha256": ["9f3a...", "07bc..."]}}}
+             "boxes": [0, 51, 0, 24, 51, 101, 0, 24], "xxh3_128": ["9f3a...", "07bc..."]}}}
 
 A tensor lies in pieces that cover it exactly: the file of each, as a number in the order of "files"; the (start, stop)
 of each along each dimension, one after another; the hash of each. In columns, because there may be a million pieces.
@@ -37,7 +37,7 @@ from isograd.io.atomic import write_bytes
 from isograd.io.store import Place
 from isograd.io.untrusted import FileError, parse_json, read_bytes, typed
 
-FORMAT, VERSION = "isograd checkpoint", 1
+FORMAT, VERSION = "isograd checkpoint", 2
 NAME, HASH = "manifest.json", "manifest.sha256"
 LARGEST = 1 << 30  # bytes of a manifest
 COMPARISONS = 20_000_000  # of pieces with each other, to see that none overlap
@@ -70,7 +70,7 @@ class Piece(NamedTuple):
 
     file: str
     box: Box
-    sha256: str
+    xxh3_128: str
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,15 @@ class Saved:
     dtype: str  # as safetensors spells it
     files: list[str]
     boxes: list[int]
-    sha256: list[str]
+    xxh3_128: list[str]
 
     @property
     def pieces(self) -> Iterator[Piece]:
         """The columns, read row by row."""
         width = 2 * max(1, len(self.shape))
-        for i, (file, sha256) in enumerate(zip(self.files, self.sha256, strict=True)):
+        for i, (file, digest) in enumerate(zip(self.files, self.xxh3_128, strict=True)):
             ends = self.boxes[i * width : (i + 1) * width]
-            yield Piece(file, tuple(zip(ends[::2], ends[1::2], strict=True)), sha256)
+            yield Piece(file, tuple(zip(ends[::2], ends[1::2], strict=True)), digest)
 
 
 @dataclass(frozen=True)
@@ -99,29 +99,18 @@ class CheckpointManifest:
     step: int
     layout: str
     model: dict[str, Any] | None  # hf/export.py's description
-    extra: dict[str, Any]
-    numbers: dict[str, Any]
-    tensors: dict[str, Saved]
-    files: dict[str, int]  # sizes in bytes
     written_by: dict[str, str]
+    files: dict[str, int]  # sizes in bytes
+    numbers: dict[str, Any]
+    extra: dict[str, Any]
+    tensors: dict[str, Saved]
 
     def write(self, folder: Place) -> None:
         """Write the hash of manifest.json, and then this, which in a store is the checkpoint's name."""
         number = {file: i for i, file in enumerate(self.files)}
-        tensors = {
-            key: {
-                "shape": saved.shape,
-                "dtype": saved.dtype,
-                "files": [number[file] for file in saved.files],
-                "boxes": saved.boxes,
-                "sha256": saved.sha256,
-            }
-            for key, saved in self.tensors.items()
-        }
-        head = {"format": FORMAT, "version": VERSION, "step": self.step, "layout": self.layout}
-        head["model"] = self.model
-        rest = {"written_by": self.written_by, "files": self.files, "numbers": self.numbers, "extra": self.extra}
-        text = json.dumps({**head, **rest, "tensors": tensors}, separators=(",", ":")).encode()
+        tensors = {key: vars(s) | {"files": [number[file] for file in s.files]} for key, s in self.tensors.items()}
+        whole = {"format": FORMAT, "version": VERSION, **vars(self), "tensors": tensors}
+        text = json.dumps(whole, separators=(",", ":")).encode()
         write_bytes(folder / HASH, f"{hashlib.sha256(text).hexdigest()}  {NAME}\n".encode())
         write_bytes(folder / NAME, text)
 
@@ -150,7 +139,7 @@ class _Columns:
     dtype: str
     files: list[Count]
     boxes: list[Count]
-    sha256: list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
+    xxh3_128: list[Annotated[str, Field(pattern="^[0-9a-f]{32}$")]]
     __pydantic_config__: ClassVar = STRICT
 
 
@@ -221,7 +210,7 @@ class _Head:
 
 
 def read(folder: Place) -> CheckpointManifest:
-    """Raises Damage, or an error when a newer isograd wrote it."""
+    """Raises Damage, or an error when an isograd of another format wrote it."""
     path = folder / NAME
     try:
         text = read_bytes(path, LARGEST)
@@ -229,7 +218,7 @@ def read(folder: Place) -> CheckpointManifest:
         if not words or hashlib.sha256(text).hexdigest() != words[0]:
             raise Damage(f"{NAME} does not have the hash that {HASH} says")
         found = parse_json(text, str(path), nan=True)
-        _not_newer(folder, found)
+        _refuse_other_version(folder, found)
         head = typed(_Head, text, path, parsed=True)
     except FileError as error:
         raise Damage(error.brief) from error
@@ -240,22 +229,22 @@ def read(folder: Place) -> CheckpointManifest:
     tensors = {key: _saved(key, value, head.files, budget) for key, value in head.tensors.items()}
     _check_numbers(head.numbers, tensors)
     return CheckpointManifest(
-        head.step, head.layout, found["model"], head.extra, found["numbers"], tensors, head.files, head.written_by
+        head.step, head.layout, found["model"], head.written_by, head.files, found["numbers"], head.extra, tensors
     )
 
 
-def _not_newer(folder: Place, found: Any) -> None:
+def _refuse_other_version(folder: Place, found: Any) -> None:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise Damage(f"{NAME} is no manifest of a checkpoint")
     version = found.get("version")
-    if type(version) is int and version > VERSION:
+    if type(version) is int and version > 0 and version != VERSION:
         raise CheckpointError(
             "IG939",
             seen=f"format version {version}, written by {str(found.get('written_by'))[:200]}",
             name=folder.name,
             version=VERSION,
         )
-    if type(version) is not int or version < 1:
+    if version != VERSION:
         raise Damage(f"{NAME} has no version")
 
 
@@ -266,10 +255,10 @@ def _saved(key: str, value: _Columns, sizes: dict[str, int], budget: list[int]) 
         raise Damage(f"{key}: the dtype {value.dtype[:20]!r} is unknown")
     if any(number >= len(files) for number in value.files):
         raise Damage(f"{key}: a piece lies in a file that {NAME} does not list")
-    width = 2 * max(1, len(value.shape))
-    if len(value.files) != len(value.sha256) or len(value.boxes) != width * len(value.files):
-        raise Damage(f"{key}: {len(value.files)} pieces, {len(value.sha256)} hashes, {len(value.boxes)} ends of boxes")
-    saved = Saved(tuple(value.shape), value.dtype, [files[n] for n in value.files], value.boxes, value.sha256)
+    width, pieces, hashes = 2 * max(1, len(value.shape)), len(value.files), len(value.xxh3_128)
+    if pieces != hashes or len(value.boxes) != width * pieces:
+        raise Damage(f"{key}: {pieces} pieces, {hashes} hashes, {len(value.boxes)} ends of boxes")
+    saved = Saved(tuple(value.shape), value.dtype, [files[n] for n in value.files], value.boxes, value.xxh3_128)
     boxes = [piece.box for piece in saved.pieces]
     limits, wide = saved.shape or (1,), TORCH[value.dtype].itemsize
     if any(not 0 <= a <= b <= n for box in boxes for (a, b), n in zip(box, limits, strict=True)):
@@ -376,13 +365,13 @@ def merge(notes: Sequence[Note], head: dict[str, Any]) -> CheckpointManifest:
     for note in notes:
         for entry, values in note["counts"].items():
             counts.setdefault(entry, {}).update(values)
-        for key, (shape, dtype, box, sha256) in note["tensors"].items():
+        for key, (shape, dtype, box, digest) in note["tensors"].items():
             if key in tensors and key.startswith("buffer/"):
                 continue
             saved = tensors.setdefault(key, Saved(tuple(shape), dtype, [], [], []))
             saved.files.append(note["file"])
             saved.boxes.extend(end for ends in box for end in ends)
-            saved.sha256.append(sha256)
+            saved.xxh3_128.append(digest)
     tensors = dict(sorted(tensors.items()))
     _check_cover(tensors)
     files = {note["file"]: note["bytes"] for note in notes}

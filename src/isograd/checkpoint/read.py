@@ -6,7 +6,6 @@ and checks the hash of each piece that it reads.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128
 
 from isograd.checkpoint import manifest
 from isograd.checkpoint.files import TORCH, chunks, raw_bytes
@@ -80,7 +80,7 @@ class Reader:
             digest = opened.read(extent, tensor)
         except OSError as error:
             raise Damage(f"{place}: {error}") from error
-        if digest != piece.sha256:
+        if digest != piece.xxh3_128:
             raise Damage(f"{place}: its bytes do not have the hash that the manifest says")
         return tensor
 
@@ -118,7 +118,7 @@ class _Opened:
 
     def read(self, extent: Extent, tensor: Tensor) -> str:
         """Fill a whole tensor; the hash of what was read, which is less where the file ends."""
-        found, at = hashlib.sha256(), self.first + extent.start
+        found, at = xxh3_128(), self.first + extent.start
         if isinstance(self.path, StorePath):
             self.path.fill(raw_bytes(tensor), at)
         else:

@@ -20,9 +20,10 @@ EXAMPLES = """examples:
   isograd data show runs/chat/data/0                             of a run: chats in data/0, pairs of answers in data
   isograd data verify tokens/
 
-A build that was stopped or killed resumes where it was when the same command is given again."""
+A build that was stopped or killed resumes where it was when the same command is given again.
+exit codes: 0 well, 2 wrong usage, inputs or folder, 1 a disk that fails or numbers that no build writes"""
 
-COUNT = number(1, 1 << 40)
+COUNT, SHOWN, LONGEST = number(1, 1 << 40), number(1, 100), number(1, 1 << 20)  # samples of at most 800 MB are shown
 
 
 def main(words: list[str]) -> int:
@@ -112,14 +113,14 @@ def _tokenizer_options(parser: argparse.ArgumentParser) -> None:
 def _show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER")
     parser.add_argument(
-        "--length", type=COUNT, metavar="N",
+        "--length", type=LONGEST, metavar="N",
         help="tokens of a sample (default 128; of conversations the longest, at most 2048)",
     )  # fmt: skip
     parser.add_argument(
         "--packing", choices=("documents", "whole", "stream"),
         help="as data.packing of a run (default: whole for conversations, else documents)",
     )  # fmt: skip
-    parser.add_argument("--n", type=COUNT, default=3, metavar="N", help="how many samples (default 3)")
+    parser.add_argument("--n", type=SHOWN, default=3, metavar="N", help="how many samples (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="of their order (default 0)")
     parser.add_argument("--split", default="train", choices=("train", "validation"))
 
@@ -146,7 +147,7 @@ def _build(options: argparse.Namespace) -> int:
     if manifest.empty:
         print(f"left out: {manifest.empty:,} documents without text")
     if manifest.left_out:
-        print(left_out_text(manifest.left_out))
+        print(left_out_text(manifest.left_out, manifest.left_out_at))
     if manifest.as_text:
         print(manifest.as_text)
     if not counts["validation"] and options.validation:

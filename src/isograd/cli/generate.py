@@ -26,7 +26,9 @@ def generate(words: list[str]) -> int:
     parser = CommandParser(prog="isograd generate", description="What a model writes after a prompt.")
     parser.add_argument("place", metavar="PLACE", help=PLACE)
     parser.add_argument("prompt", nargs="?", help="a text; '-' reads it from the input")
-    parser.add_argument("--prompts", metavar="FILE", help='lines of JSON: {"prompt": "..."} or {"messages": [...]}')
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="a file of prompts or conversations, .jsonl, .json or .parquet"
+    )
     parser.add_argument("--json", action="store_true", help="write a line of JSON for each sample")
     parser.add_argument("--samples", type=POSITIVE, default=1, help="of each prompt (default 1)")
     parser.add_argument("--batch", type=POSITIVE, default=8, metavar="N", help="samples made together (default 8)")
@@ -39,25 +41,21 @@ def generate(words: list[str]) -> int:
     asked = [(given, sample) for given in prompts for sample in range(options.samples)]
     if len(asked) == 1 and not options.json:
         wrote = False
-        for piece in writer.write(_said(prompts[0]), how):
+        for piece in writer.write(prompts[0][1], how):
             wrote = True
             print(terminal.plain(piece), end="", flush=True)
         print()
-        if not wrote and writer.chat is not None and "prompt" in prompts[0]:
+        if not wrote and writer.chat is not None and isinstance(prompts[0][1], str):
             said = "generate: the model ended the text at once. To ask it as in a conversation:"
             print(f"{said} isograd chat {options.place}, or --prompts with messages", file=sys.stderr)
         return 0
     for first in range(0, len(asked), options.batch):
         batch = asked[first : first + options.batch]
-        texts = writer.write_all([_said(given) for given, _ in batch], how, range(first, first + len(batch)))
-        for (given, sample), text in zip(batch, texts, strict=True):
-            line = json.dumps({**given, "sample": sample, "text": text}) if options.json else terminal.plain(text)
-            print(line, flush=True)
+        texts = writer.write_all([said for (_, said), _ in batch], how, range(first, first + len(batch)))
+        for ((given, _), sample), text in zip(batch, texts, strict=True):
+            row = {**given, "sample": sample, "text": text}
+            print(json.dumps(row, default=str) if options.json else terminal.plain(text), flush=True)
     return 0
-
-
-def _said(given: dict[str, Any]) -> Any:
-    return given["messages" if "messages" in given else "prompt"]
 
 
 def chat(words: list[str]) -> int:
@@ -172,30 +170,34 @@ def _opened(options: argparse.Namespace) -> tuple[Writer, Sampling]:
     return open_writer(options.place, tokenizer=options.tokenizer, device=options.device), how
 
 
-def _prompts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _prompts(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any]]:
+    """(the line of the file, the text or the messages that it asks) of each prompt."""
     if options.prompts is None:
-        yield {"prompt": sys.stdin.read() if options.prompt == "-" else options.prompt}
+        text = sys.stdin.read() if options.prompt == "-" else options.prompt
+        yield {"prompt": text}, text
         return
-    from isograd.io.untrusted import CONFIG, read_text
+    from isograd.data.texts import values
 
-    lines = [line for line in enumerate(read_text(options.prompts, CONFIG).splitlines(), 1) if line[1].strip()]
-    yield from [_prompt(line, options.prompts, number) for number, line in lines]  # all are read before one is answered
-
-
-def _prompt(line: str, path: str, number: int) -> dict[str, Any]:
-    from isograd.errors import ConfigError
-    from isograd.io.untrusted import parse_line
-
-    try:
-        given = parse_line(line)
-        prompt, messages = given.get("prompt"), given.get("messages")
-        as_messages = isinstance(messages, list) and messages and all(map(_is_message, messages))
-    except (ValueError, AttributeError):
-        prompt, messages, as_messages = None, None, False
-    if not (isinstance(prompt, str) and messages is None) and not (as_messages and prompt is None):
-        raise ConfigError("IG649", seen=terminal.plain(line[:80]), path=path, line=number)
-    return dict(given)
+    path = Path(options.prompts)
+    yield from [(given, _asked(given, path, n)) for n, given in values(path)]  # all are read before one is answered
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+def _asked(given: Any, path: Path, number: int) -> Any:
+    """A text; or messages, without the answer that ends the conversation."""
+    from isograd.data.chats import conversation
+    from isograd.errors import ChatError, ConfigError
+
+    prompt = given.get("prompt") if isinstance(given, dict) else None
+    if isinstance(prompt, str) and given.get("messages") is None:
+        return prompt
+    messages, tools, seen = list[Any](), None, json.dumps(given, ensure_ascii=False, default=str)
+    if prompt is None:
+        try:
+            messages, tools = conversation(seen)
+        except ChatError as error:
+            seen = str(error.seen)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or tools or not all(isinstance(message.get("content"), str) for message in messages):
+        raise ConfigError("IG649", seen=terminal.plain(seen[:200]), path=path, line=number)
+    return messages

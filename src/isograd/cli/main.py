@@ -20,7 +20,7 @@ COMMANDS = ("explain", "new", "recipes", "completion", "verify", *LAZY_COMMANDS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. An IsogradError is printed without a traceback, and the code is 2."""
+    """Run one command; its exit code. An IsogradError is printed without a traceback, and has its own code."""
     return exit_code(lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
 
 

@@ -31,9 +31,9 @@ from isograd.data.manifest import (
     left_out_text,
     read,
 )
-from isograd.data.shards import ShardRecord, done
+from isograd.data.shards import SHOWN, ShardRecord, done
 from isograd.data.texts import LARGEST as LARGEST_DOCUMENT
-from isograd.data.texts import changed, cut, find_inputs
+from isograd.data.texts import InputPart, changed, cut, find_inputs, place_of
 from isograd.data.tokenizer import files_beside, find_tokenizer
 from isograd.data.tokens import check_sizes
 from isograd.data.workers import Job, work
@@ -223,8 +223,14 @@ def _taken(folder: Path, seen: str, fix: str) -> DataError:
 def _manifest(recipe: Recipe, records: Sequence[ShardRecord]) -> TokenManifest:
     shards = [shard for record in records for shard in record.shards]
     left_out = dict(sum((Counter(record.left_out) for record in records), Counter[str]()))
+    skipped = [place for record in records for place in record.skipped][:SHOWN]
+    sizes = [one.bytes for one in recipe.inputs]
+    at = tuple(place_of(recipe, InputPart(n, start, sizes[n], 0, sizes[n]), index) for n, start, index in skipped)
     if not any(shard.split == "train" for shard in shards):
-        seen, fix = left_out_text(left_out) or "no document with text", "give inputs that hold text; into a new folder"
+        seen, fix = (
+            left_out_text(left_out, at) or "no document with text",
+            "give inputs that hold text; into a new folder",
+        )
         if held := sum(shard.documents for shard in shards):
             seen = f"{held} documents for validation, none for training"
             fix = "build into a new folder: smaller --validation, or smaller documents (--documents blank)"
@@ -232,7 +238,7 @@ def _manifest(recipe: Recipe, records: Sequence[ShardRecord]) -> TokenManifest:
     ordered = sorted(shards, key=lambda shard: (shard.split, shard.number))
     markers = {marker: number for record in records for marker, number in record.markers.items()}
     empty = sum(record.empty for record in records)
-    return TokenManifest(recipe, tuple(ordered), empty, dict(sorted(markers.items())), left_out)
+    return TokenManifest(recipe, tuple(ordered), empty, dict(sorted(markers.items())), left_out, at)
 
 
 def _clear(folder: Path) -> None:

@@ -59,12 +59,11 @@ class FileReader:
             os.close(descriptor)
 
 
-def write_whole(path: Path, data: bytes) -> str:
-    """A small file, complete or absent; its sha256."""
+def write_whole(path: Path, data: bytes) -> None:
+    """A small file, complete or absent."""
     with writing(path):
-        digest = atomic.write_bytes(path, data)
+        atomic.write_bytes(path, data)
         atomic.flush_folder(path.parent)
-        return digest
 
 
 def write_text(file: Path, text: str) -> Path:

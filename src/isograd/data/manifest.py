@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from isograd.errors import DataError
+from isograd.errors import DataError, listed
 from isograd.io.untrusted import MANIFEST, FileError, parse_json, read_bytes, typed
 
 NAME = "manifest.json"
@@ -111,6 +112,7 @@ class TokenManifest:
     empty: Count  # documents without text, left out
     markers: dict[str, Count] = field(default_factory=dict)  # of conversations: of the template, as text; their tokens
     left_out: dict[str, Count] = field(default_factory=dict)  # of conversations: lines that were skipped, by reason
+    left_out_at: tuple[str, ...] = ()  # where the first of them stand
     format: Literal["isograd tokens"] = FORMAT
     version: Literal[1] = VERSION
     __pydantic_config__: ClassVar = STRICT
@@ -122,13 +124,8 @@ class TokenManifest:
     @property
     def as_text(self) -> str:
         """The template's markers that are no token of their own, in words; empty: none."""
-        told = [f"{marker} {number}" for marker, number in list(self.markers.items())[:12]]
-        more = f" and {len(self.markers) - 12} more" if len(self.markers) > 12 else ""
-        return (
-            f"the template's markers that are text, with their number of tokens: {', '.join(told)}{more}"
-            if told
-            else ""
-        )
+        told = listed([f"{marker} {number}" for marker, number in self.markers.items()], 12)
+        return told and f"the template's markers that are text, with their number of tokens: {told}"
 
     def files(self, split: str | None = None) -> dict[str, tuple[int, str]]:
         """Bytes and sha256 by name of every file, or of those of a split."""
@@ -140,10 +137,11 @@ class TokenManifest:
         return encode({"format": self.format, "version": self.version} | asdict(self))
 
 
-def left_out_text(left_out: dict[str, int]) -> str:
+def left_out_text(left_out: dict[str, int], at: Iterable[str] = ()) -> str:
     """The lines that were skipped, in words; empty: none."""
     told = [f"{number:,} {reason}" for reason, number in sorted(left_out.items(), key=lambda one: (-one[1], one[0]))]
-    return f"left out: {sum(left_out.values()):,} lines: {', '.join(told)}" if told else ""
+    first = f"; the first: {', '.join(at)}" if at else ""
+    return f"left out: {sum(left_out.values()):,} lines: {', '.join(told)}{first}" if told else ""
 
 
 def encode(record: dict[str, Any]) -> bytes:

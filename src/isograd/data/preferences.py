@@ -72,7 +72,7 @@ def prepare(
     try:
         build(to / BUILT, [kept], tokenizer=tokenizer, validation=0.0, chat=True)
     except IsogradError as error:
-        name, _, number = (error.where or "").rpartition(", document ")
+        name, _, number = (error.where or "").rpartition(":")
         if name and number.isdigit():
             error.where = f"{file}, {'pair' if answers > 1 else 'prompt'} {(int(number) - 1) // answers + 1}"
         raise

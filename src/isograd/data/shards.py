@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from re import Match
@@ -19,7 +19,7 @@ import numpy as np
 
 from isograd.data.files import write_whole, writing
 from isograd.data.manifest import LARGEST, STRICT, Count, Recipe, Split, TokenShard, encode, file_names
-from isograd.data.texts import InputPart, read
+from isograd.data.texts import InputPart, place_of, read
 from isograd.data.tokenizer import ChatEncoder, Ids, Tokenizer
 from isograd.errors import DataError
 from isograd.io.atomic import AtomicFile, flush_folder
@@ -27,6 +27,7 @@ from isograd.io.untrusted import FileError, read_typed
 
 T = TypeVar("T")
 TOGETHER = 1 << 20  # characters given to the tokenizer at once
+SHOWN = 3  # lines that were skipped, by name
 REASONS = {"IG929": "a special token spelled in a message", "IG992": "an answer whose tokens are not certain"}
 
 
@@ -38,6 +39,7 @@ class ShardRecord:
     empty: Count
     markers: dict[str, Count] = field(default_factory=dict)  # of a chat template, as text
     left_out: dict[str, Count] = field(default_factory=dict)  # lines that were skipped, by reason
+    skipped: tuple[tuple[Count, Count, Count], ...] = ()  # the first of them: input, where its part begins, place in it
     __pydantic_config__: ClassVar = STRICT
 
 
@@ -60,7 +62,7 @@ def done(folder: Path, number: int, recipe: Recipe) -> ShardRecord | None:
 def make(folder: Path, number: int, parts: list[InputPart], recipe: Recipe, tokenizer: Tokenizer) -> ShardRecord:
     """Tokenise and write one shard, then its record."""
     sides: dict[Split, _Side] = {}
-    empty, left_out = 0, Counter[str]()
+    empty, left_out = 0, list[Skipped]()
     if tokenizer.chat is not None:
         tokenizer.chat.markers = {}
     try:
@@ -76,7 +78,9 @@ def make(folder: Path, number: int, parts: list[InputPart], recipe: Recipe, toke
     with writing(folder):
         flush_folder(folder)
     markers = tokenizer.chat.markers if tokenizer.chat is not None else {}
-    record = ShardRecord(shards, empty, markers, dict(left_out))
+    reasons = dict(Counter(reason for reason, _, _ in left_out))
+    first = tuple((part.input, part.start, index) for _, part, index in left_out[:SHOWN])
+    record = ShardRecord(shards, empty, markers, reasons, first)
     write_whole(record_of(folder, number), encode(asdict(record)))
     return record
 
@@ -102,12 +106,13 @@ def split_of(text: str, validation: float) -> Split:
 
 
 Document = tuple[str, Ids, Ids | None]  # its text, its tokens, and which of them count; None: all
+Skipped = tuple[str, InputPart, int]  # why a line is left out, the part that it stands in, and its place there
 
 
 def _tokenized(
-    recipe: Recipe, parts: list[InputPart], tokenizer: Tokenizer, left_out: Counter[str]
+    recipe: Recipe, parts: list[InputPart], tokenizer: Tokenizer, left_out: list[Skipped]
 ) -> Iterator[list[Document]]:
-    """Documents, some together. left_out: counts the lines that are skipped, by reason."""
+    """Documents, some together. left_out: takes the lines that are skipped."""
     if tokenizer.chat is not None:
         yield from _together(_chats(recipe, parts, tokenizer.chat, left_out), lambda document: len(document[0]))
         return
@@ -128,7 +133,7 @@ def _together(parts: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]
         yield held
 
 
-def _chats(recipe: Recipe, parts: list[InputPart], encode: ChatEncoder, left_out: Counter[str]) -> Iterator[Document]:
+def _chats(recipe: Recipe, parts: list[InputPart], encode: ChatEncoder, left_out: list[Skipped]) -> Iterator[Document]:
     for part in parts:
         for index, text in enumerate(read(recipe, part)):
             try:
@@ -136,15 +141,9 @@ def _chats(recipe: Recipe, parts: list[InputPart], encode: ChatEncoder, left_out
             except DataError as error:
                 reason = error.reason or REASONS.get(error.code)
                 if recipe.on_bad_lines != "skip" or not reason:
-                    error.where = _place(recipe, part, index)
+                    error.where = place_of(recipe, part, index)
                     raise
-                left_out[reason] += 1
-
-
-def _place(recipe: Recipe, part: InputPart, index: int) -> str:
-    """The file of document `index` of a part, and its number there, counted by reading what is before it."""
-    before = sum(1 for _ in read(recipe, replace(part, start=0, stop=part.start))) if part.start else 0
-    return f"{recipe.inputs[part.input].path}, document {before + index + 1}"
+                left_out.append((reason, part, index))
 
 
 def _texts(recipe: Recipe, parts: list[InputPart], tokenizer: Tokenizer) -> Iterator[str]:
@@ -161,7 +160,7 @@ def _spells(recipe: Recipe, part: InputPart, index: int, found: Match[str]) -> D
     around = found.string[max(0, found.start() - 20) : found.end() + 20]
     return DataError(
         "IG929",
-        f"{_place(recipe, part, index)}: the text spells the special token {found[0]!r}",
+        f"{place_of(recipe, part, index)}: the text spells the special token {found[0]!r}",
         seen=repr(around),
         expected="text without special tokens, or a decision what they are",
         fix="--special-tokens keep: they become their ids, as chats need that a template has rendered; "

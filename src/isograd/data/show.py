@@ -51,7 +51,8 @@ def show(
     lines.append(
         f"  from {len(inputs):,} files, {sum(one.bytes for one in inputs):,} bytes, {manifest.empty:,} empty documents"
     )
-    lines += [f"  {text}" for text in (left_out_text(manifest.left_out), manifest.as_text) if text]
+    told = left_out_text(manifest.left_out, manifest.left_out_at), manifest.as_text
+    lines += [f"  {text}" for text in told if text]
     decode = load_tokenizer(home / BUILT if of_pairs else home, vocabulary).decode
     if of_pairs:
         if split != "train" or packing is not None:

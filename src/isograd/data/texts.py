@@ -16,7 +16,7 @@ import os
 import resource
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -185,10 +185,21 @@ def read(recipe: Recipe, part: InputPart) -> Iterator[str]:
             yield text
 
 
+def place_of(recipe: Recipe, part: InputPart, index: int) -> str:
+    """Where document `index` of a part stands: 'chats.jsonl:17', or its number, by reading what is before it."""
+    path = Path(recipe.inputs[part.input].path)
+    if path.suffix in JSON_LINES and not _is_array(path):
+        with _opened(path) as file:
+            starts = (start for start, line in _lines(path, file, part) if not line.isspace())
+            return f"{path}:{_line(path, next(islice(starts, index, None)))}"
+    before = sum(1 for _ in read(recipe, replace(part, start=0, stop=part.start))) if part.start else 0
+    return f"{path}, document {before + index + 1}"
+
+
 def values(path: Path) -> Iterator[tuple[int, Any]]:
     """(number from 1, value) of each line that is not empty, or of each row of a parquet file."""
     if path.suffix not in (*JSON_LINES, ".parquet"):
-        raise _no_input(path, f"a file {path.suffix!r}", "pairs stand in .jsonl or .parquet files")
+        raise _no_input(path, f"a file {path.suffix!r}", "pairs and prompts stand in .jsonl, .json or .parquet files")
     if path.suffix == ".parquet":
         with _parquet(path) as file:
             yield from enumerate(map(_filled, _unpacked(path, file, None, None)), 1)

@@ -10,6 +10,7 @@ Other call sites give the texts themselves. `python scripts/errors.py` writes do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from isograd_verify.errors import ConfigError, IsogradError, VerifyError, did_you_mean, nearest
@@ -101,6 +102,12 @@ class ContrastiveError(IsogradError):
 
 class TrainError(IsogradError):
     """IG979, IG98x and IG99x: a run that cannot start or continue."""
+
+
+def listed(parts: Sequence[str], most: int, between: str = ", ") -> str:
+    """'a, b and 4 more'."""
+    more = f"{between.rstrip(', ')} and {len(parts) - most} more" if len(parts) > most else ""
+    return between.join(parts[:most]) + more
 
 
 def headline(error: BaseException) -> str:

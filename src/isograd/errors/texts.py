@@ -145,7 +145,7 @@ IG647: the tokenizer has no chat template, so messages cannot be given to the mo
 IG648: a prompt that leaves the model no room
   expected: at least 1 token, and fewer than {room}, which the model has positions for
 IG649: line {line} of {path} is no prompt
-  expected: {{"prompt": "a text"}} or {{"messages": [{{"role": "user", "content": "a text"}}]}}
+  expected: {{"prompt": "a text"}}, or a conversation: {{"messages": [...]}}, or ShareGPT's or Alpaca's form of one
 IG654: {path} cannot be had from the Hugging Face hub
   expected: hf://OWNER/MODEL, or hf://datasets/OWNER/NAME/FILE, and the network, or what was downloaded before
   fix:      see the name on the hub; HF_TOKEN for what is private; without a network copy the folder, and give its path
@@ -298,9 +298,9 @@ IG938: {name} has the state of another optimizer
   expected: the optimizer that saved it, for the same trainable parameters
   fix:      use that optimizer again; or take the weights alone: weights=ig.checkpoint.SavedWeights(path), or 'isograd
             ckpt convert' and model.path in a config
-IG939: {name} was written by a newer isograd
-  expected: at most version {version}
-  fix:      read it with the isograd that wrote it, or a later one
+IG939: {name} was written by an isograd of another format
+  expected: version {version}
+  fix:      read it with the isograd that wrote it; 'isograd ckpt convert' of that one makes a Hugging Face folder
 IG940: the ranks together did not write every element once
   expected: every row of every tensor from one rank
   fix:      is the optimizer's state the same on all ranks? Otherwise please report this

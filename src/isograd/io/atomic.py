@@ -67,13 +67,14 @@ class AtomicFile:
         self.discard()
 
 
-def write_bytes(path: Place, data: bytes) -> str:
-    """A file with these bytes; its sha256. It is on the disk, and its name is when `flush_folder` has returned."""
+def write_bytes(path: Place, data: bytes) -> None:
+    """A file with these bytes. It is on the disk, and its name is when `flush_folder` has returned."""
     if isinstance(path, StorePath):
-        return path.write_whole(data)
+        path.write_whole(data)
+        return
     with AtomicFile(path) as file:
         file.write(data)
-        return file.commit()
+        file.commit()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ Credentials come from the environment or fsspec's own config files, never from a
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import re
@@ -139,14 +138,13 @@ class StorePath:
         """A stream that becomes the object when it is closed, and nothing after an error."""
         return Upload(self)
 
-    def write_whole(self, data: bytes) -> str:
-        """An object with these bytes, read again; their sha256."""
+    def write_whole(self, data: bytes) -> None:
+        """An object with these bytes, read again."""
         with self._asked("written") as (system, path):
             system.pipe_file(path, data)
         landed = self.read_bytes()
         if landed != data:
             raise CheckpointError("IG945", seen=f"{len(landed):,} bytes that differ from what was written", path=self)
-        return hashlib.sha256(data).hexdigest()
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove the object."""

@@ -165,10 +165,11 @@ def _of(work: Work, machine: Machine, sizes: dict[str, int], found: SearchResult
 
 
 def _cut(work: Work, layout: Layout, found: SearchResult) -> Iterator[Work]:
-    """Each way to cut a data rank's sequences into micro-batches."""
+    """Each way to cut a data rank's sequences into micro-batches, the config's own number of them among these."""
     rows = work.batch // layout.dp
-    sizes = [size for size in range(1, LARGEST_ROWS + 1) if rows % size == 0 and size & (size - 1) == 0]
-    for size in sizes:
+    sizes = {size for size in range(1, LARGEST_ROWS + 1) if rows % size == 0 and size & (size - 1) == 0}
+    own = {rows // work.micro_batches} if rows % work.micro_batches == 0 else set()
+    for size in sorted(sizes | own):
         micro = rows // size
         if micro < layout.pp:
             found.drop("fewer micro-batches than pipeline stages", f"{layout}: {micro} micro-batches")

@@ -85,9 +85,7 @@ def _wandb(config: Config, folder: Path, stack: ExitStack) -> Send:
     run = wandb.init(
         project=config.log.wandb,
         name=folder.name,
-        id=sha256(str(folder.resolve()).encode()).hexdigest()[
-            :16
-        ],  # of the folder, so a resumed run continues its line
+        id=sha256(str(folder.resolve()).encode()).hexdigest()[:16],  # so a resumed run continues its line
         resume="allow",
         dir=str(folder),
         config=config.model_dump(mode="json"),

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from isograd.comm.world import process
 from isograd.elastic.progress import StallTimer
-from isograd.errors import TrainError
+from isograd.errors import TrainError, listed
 from isograd.io import atomic
 from isograd.io.untrusted import FileError, read_typed
 from isograd.train.run.heartbeat import Heartbeat
@@ -192,7 +192,7 @@ class Watchdog:
         seconds = self._heartbeat.limit * self._heartbeat.patience / 2
         seen = f"no answer from {meet or 'the store'}" if cut_off else f"no sign of life from {self._ranks(silent)}"
         others = sorted(set(self.hosts) - {here}) if cut_off else sorted({self.hosts[rank] for rank in silent} - {here})
-        between = f"the network between {here} and {_spell(others)}" if others else f"rank {silent[0]} on {here}"
+        between = f"the network between {here} and {listed(others, 8)}" if others else f"rank {silent[0]} on {here}"
         error = TrainError(
             "IG979", f"other machines are out of reach, for {seconds:g} s, while {self.phase}",
             seen=f"{seen}; this rank {self._collective() or 'was not in a collective'}",
@@ -256,7 +256,7 @@ class Watchdog:
             return self._not_joined(silent)
         if silent:
             gone = sorted({self.hosts[rank] for rank in silent if rank not in reports} - {socket.gethostname()})
-            reach = f"see whether {_spell(gone)} can be reached from {socket.gethostname()}; " if gone else ""
+            reach = f"see whether {listed(gone, 8)} can be reached from {socket.gethostname()}; " if gone else ""
             return f"the others wait for {self._ranks(silent)}", f"{reach}read the stacks below"
         lost = [
             (rank, other)
@@ -271,12 +271,12 @@ class Watchdog:
                 "read the stacks below: a rank has called a collective that another has not",
             )
         pairs = [f"rank {a}{self._on(a)} and rank {b}{self._on(b)}" for a, b in lost]
-        between = f" between {_spell(pairs)}" if pairs else ""
+        between = f" between {listed(pairs, 8)}" if pairs else ""
         places = (
             "the same place in the program" if same else "different places: or they have called different collectives"
         )
         hosts = sorted(set(self.hosts))
-        network = f"the network between {_spell(hosts)}" if len(hosts) > 1 else f"the network of {hosts[0]}"
+        network = f"the network between {listed(hosts, 8)}" if len(hosts) > 1 else f"the network of {hosts[0]}"
         return (
             f"connection lost{between}: each waits for the other's message, at {places}",
             f"check {network}{'' if same else ', then the stacks below'}; "
@@ -300,8 +300,8 @@ class Watchdog:
     def _ranks(self, ranks: Sequence[int]) -> str:
         """The ranks by number and machine."""
         machines = list(dict.fromkeys(self.hosts[rank] for rank in ranks)) if self.hosts else []
-        on = f" on {_spell(machines)}" if machines else ""
-        return f"rank{'s' if len(ranks) > 1 else ''} {_spell(list(map(str, ranks)))}{on}"
+        on = f" on {listed(machines, 8)}" if machines else ""
+        return f"rank{'s' if len(ranks) > 1 else ''} {listed(list(map(str, ranks)), 8)}{on}"
 
     def _on(self, rank: int) -> str:
         return f" on {self.hosts[rank]}" if self.hosts else ""
@@ -318,7 +318,3 @@ def _read(file: Path) -> RankReport | None:
 def _short(file: str) -> str:
     """The last two parts of a path."""
     return "/".join(Path(file).parts[-2:])
-
-
-def _spell(words: Sequence[str]) -> str:
-    return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
