@@ -107,7 +107,7 @@ class DataParallel(nn.Module):
         validation.detach_previous_engine(module, mesh)
         self.module, self.broadcast_buffers = module, broadcast_buffers
 
-        def alone() -> ContractTable:
+        def check_locally() -> ContractTable:
             validation.refuse_wrapped(module, mesh)
             table = contracts(module, mesh)
             validation.refuse_cut(table, mesh)
@@ -116,7 +116,7 @@ class DataParallel(nn.Module):
             validation.refuse_stray_grads(table, mesh)
             return table
 
-        table = validation.told_to_all(alone, mesh)
+        table = validation.check_together(check_locally, mesh)
         validation.check_supported_parameters(module, table, mesh)
         self._plan = make_plan(table, mesh, int((bucket_cap_mb or 16.0) * 2**20))
         validation.check_plan(self._plan, table, module, mesh)

@@ -97,13 +97,13 @@ class Engine:
         validation.detach_previous_engine(model, mesh)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
 
-        def alone() -> tuple[ContractTable, dict[str, int | None], FirstValues]:
+        def check_locally() -> tuple[ContractTable, dict[str, int | None], FirstValues]:
             validation.check_options(model, mesh, offload, accumulate, overlap=overlap, reproducible=reproducible)
             table = contracts(model, mesh)
             validation.refuse_stray_grads(table, mesh)
             return table, muon.owners(table, mesh, matrices), FirstValues(model, table, mesh, weights)
 
-        self.table, owners, first = validation.told_to_all(alone, mesh)
+        self.table, owners, first = validation.check_together(check_locally, mesh)
         self.pipeline = validation.pipeline_of(model, mesh, reproducible)
         widest = validation.most_trained(self.table, mesh)
         options = {"clip": clip, "reproducible": reproducible, "overlap": overlap, "bucket_mb": bucket_mb}

@@ -95,7 +95,7 @@ def _warn_of_half_sums(model: nn.Module, mesh: Mesh) -> None:
         )
 
 
-def told_to_all(check: Callable[[], T], mesh: Mesh) -> T:
+def check_together(check: Callable[[], T], mesh: Mesh) -> T:
     """The result of a check that sends nothing. What one rank refuses is raised on all of them: they would wait."""
     return run_or_raise_on_all_ranks(
         check, mesh, EngineError, lambda error: EngineError("IG522", seen=headline(error), where=mesh.describe_rank())
