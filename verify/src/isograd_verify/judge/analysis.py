@@ -233,7 +233,12 @@ class Analysis:
             pairs = [pair for pair in pairs if axis_over(self.recording, (*pair,)) == "pp"]
         begins = [repr({n: t.before for n, t in of.items() if not t.constant}) for of in self.first]
         alike = {frozenset(pair): len({begins[r] for r in pair}) == 1 for pair in pairs}
-        return {p: one for p, one in alike.items() if not any(p <= g and (one or n > 1) for n, g in summed)}
+        tied = {p for p in alike if len({frozenset(self.about[r]) for r in p}) > 1}  # one has layers of its own
+        return {
+            p: one
+            for p, one in alike.items()
+            if not any(p <= g and (one or (n > 1 and p not in own)) for n, g in summed)
+        }
 
     def replicas_of(self, name: str, rank: int) -> set[int]:
         """The ranks that hold the same part of a parameter as this one."""
