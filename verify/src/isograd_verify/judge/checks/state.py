@@ -10,7 +10,7 @@ from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.graphs import graph_cuts
 from isograd_verify.judge.checks.traffic import served_ranks
-from isograd_verify.record.events import Backward, Event, Input, Loss, Parameter, Step
+from isograd_verify.record.events import Backward, Collective, Event, Input, Loss, Parameter, Step
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd_verify.tell.wording import axis_over, spell
 
@@ -18,6 +18,9 @@ from isograd_verify.tell.wording import axis_over, spell
 def steps_together(analysis: Analysis) -> Iterator[Finding]:
     """All ranks step, or none does."""
     if analysis.step != 1:
+        return
+    met = [_steps_by([e for e in r.events if _met(e, analysis.world)], Collective) for r in analysis.recording.ranks]
+    if len({tuple(t) for t in met}) == 1 and len({0, *met[0]}) == len(met[0]) + 1:  # behind the same collectives of all
         return
     taken = [_steps_by(record.events, Input) for record in analysis.recording.ranks]
     by_backward = [_steps_by(record.events, Backward) for record in analysis.recording.ranks]
@@ -43,6 +46,10 @@ def steps_together(analysis: Analysis) -> Iterator[Finding]:
         yield Finding(
             BUG, "overflow-alone", sentence, tensors=names, axis=spell([r for r, _ in skipped]), coefficients=bars
         )
+
+
+def _met(event: Event, world: int) -> bool:
+    return isinstance(event, Step) or (isinstance(event, Collective) and len(event.group) == world)
 
 
 def _steps_by(events: list[Event], kind: type[Event]) -> list[int]:
