@@ -119,23 +119,13 @@ def groups(analysis: Analysis) -> Iterator[Finding]:
 
 def reduced_in_half(analysis: Analysis) -> list[Collective]:
     """Reductions in half precision while gradients are kept in a wider one."""
-    wide = any(
-        i.gradient_dtype in ("float32", "float64") and i.dtype in ("float32", "float64")
-        for about in analysis.about
-        for i in about.values()
-    )
-    if not wide:
+    kinds = [{i.gradient_dtype, i.dtype} for about in analysis.about for i in about.values()]
+    if not any(of <= {"float32", "float64"} for of in kinds):
         return []
     narrow = [{n for n, i in about.items() if i.gradient_dtype in HALF} for about in analysis.about]
-    return [
-        e
-        for rank, e in analysis.of(Collective)
-        if e.op in REDUCING
-        and e.dtype in HALF
-        and e.phase != "forward"
-        and e.numel > 1
-        and not (e.covers and narrow[rank].issuperset(e.covers))
-    ]
+    half = [(rank, e) for rank, e in analysis.of(Collective) if e.op in REDUCING and e.dtype in HALF and e.numel > 1]
+    half = [(rank, e) for rank, e in half if e.phase != "forward"]
+    return [e for rank, e in half if not (e.covers and narrow[rank].issuperset(e.covers))]
 
 
 def reductions(analysis: Analysis, smallest: int = 2) -> list[Collective]:
