@@ -181,7 +181,8 @@ class WorldOfOne:
             raise NoReference(why, "see its own output; start it with one rank by itself") from error
         died = found.ranks[0].about.get("died")
         if died and not any(not e.note for e in found.ranks[0].of(Step)):
-            raise NoReference(f"the program does not train in a world of one: {died}", SAME_DATA)
+            given = "" if place.name == "alone-0" else " that is given the data of other calls"
+            raise NoReference(f"the program does not train in a world of one{given}: {died}", SAME_DATA)
         failed = found.ranks[0].about.get("failed")
         if failed and not any(not e.note for e in found.ranks[0].of(Step)[1:]):
             why = re.sub(r"^RuntimeError: | \(feed\.py:\d+\)$", "", str(failed))
