@@ -147,6 +147,26 @@ class Stage(nn.Module):
         return F.linear(x, self.embed.weight) if self.last else x
 
 
+def chained(stage: Any, text: Tensor, micros: int = 1) -> None:
+    """Forward and backward of one of some micro-batches, by send and recv."""
+    x = text[:, :-1]
+    if not stage.first:
+        x = torch.empty(*x.shape, 6)
+        dist.recv(x, 0)
+        x.requires_grad_()
+    y = stage(x)
+    if stage.last:
+        (F.cross_entropy(y.flatten(0, 1), text[:, 1:].flatten()) / micros).backward()
+    else:
+        dist.send(y.detach(), 1)
+        back = torch.empty_like(y)
+        dist.recv(back, 1)
+        y.backward(back)
+    if not stage.first:
+        assert x.grad is not None
+        dist.send(x.grad, 0)
+
+
 def tied(wrong: bool, steps: int = 4) -> None:
     """A pipeline whose embedding is its head. `wrong`: the stages do not sum its gradient."""
     stage, world = Stage(), dist.get_world_size()
@@ -154,22 +174,7 @@ def tied(wrong: bool, steps: int = 4) -> None:
     data = torch.Generator().manual_seed(1)
     for _ in range(steps):
         text = torch.randint(20, (4, 9), generator=data)
-        x = text[:, :-1]
-        if not stage.first:
-            x = torch.empty(4, 8, 6)
-            dist.recv(x, 0)
-            x.requires_grad_()
-        y = stage(x)
-        if stage.last:
-            F.cross_entropy(y.flatten(0, 1), text[:, 1:].flatten()).backward()
-        else:
-            dist.send(y.detach(), 1)
-            back = torch.empty_like(y)
-            dist.recv(back, 1)
-            y.backward(back)
-        if not stage.first:
-            assert x.grad is not None
-            dist.send(x.grad, 0)
+        chained(stage, text)
         if world > 1 and not wrong:
             dist.all_reduce(stage.embed.weight.grad)
         optimizer.step()

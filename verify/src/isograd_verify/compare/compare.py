@@ -7,7 +7,7 @@ checks that need no reference run as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from isograd_verify import tolerances
@@ -75,14 +75,16 @@ def compare(
         explained += [f for f in found if f not in explained]
         if any(f.verdict == BUG or f.sentence.endswith(ADVICE) for f in found):
             break  # later steps start from other weights
-    told = [placed(f, candidate) for f in merged(explained, free, again)]
+    shared = {f.bug for f in check(reference) if f.verdict == BUG} | {"cut-graph"} if again else set[str]()
+    told = [placed(f, candidate) for f in merged(explained, free, shared)]
     subject.findings = [*subject.partial(), *subject.findings, *told]
     return subject
 
 
-def merged(explained: list[Finding], free: list[Finding], again: bool = False) -> list[Finding]:
-    """A bug that both found is told once. What the reference decides is no longer open; not one of the same program."""
-    free = _decided(explained, free, again)
+def merged(explained: list[Finding], free: list[Finding], shared: Collection[str] = ()) -> list[Finding]:
+    """A bug that both found is told once. What the reference decides is no longer open, but for what it may have wrong
+    itself (`shared`)."""
+    free = _decided(explained, free, shared)
     told = {f.bug for f in explained if f.verdict == BUG}
     named = {f.bug for f in free if f.verdict == BUG and f.bug and f.bug not in DRIFT}  # which follows from others
     kept = [f for f in free if f.verdict != INCONCLUSIVE]
@@ -123,11 +125,10 @@ def _told_again(found: Finding, explained: list[Finding]) -> bool:
     return any(not found.tensors or not f.tensors or set(found.tensors) & set(f.tensors) for f in same)
 
 
-def _decided(explained: list[Finding], free: list[Finding], again: bool) -> list[Finding]:
+def _decided(explained: list[Finding], free: list[Finding], shared: Collection[str]) -> list[Finding]:
     """What is a bug in one program and on purpose in another: gradients that are the reference's say which it is."""
     if all(f.verdict == NOTE for f in explained):
-        blind = {(BUG, "cut-graph")} if again else set()
-        return [f for f in free if not row(f.bug).on_purpose or (f.verdict, f.bug) in blind]
+        return [f for f in free if not row(f.bug).on_purpose or (f.verdict == BUG and f.bug in shared)]
     if any(f.verdict == BUG and f.bug in ("", "cut-graph") for f in explained):
         return [replace(f, verdict=BUG) if f.bug == "cut-graph" else f for f in free]
     return free

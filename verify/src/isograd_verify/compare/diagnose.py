@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from isograd_verify.compare.tensorwise import Tensorwise
 
 SCALES_AT = BUGS["ulysses-scale"].look
+BETWEEN_CUTS = "an adapter that all ranks hold beside a cut weight works on each rank's part, before these are summed"
+BETWEEN_CUTS_AT = "the adapter's forward: sum what its cut half makes over the ranks first, or all-reduce this gradient"
 VALUED = (patterns.SCALED, patterns.REREDUCED, patterns.REDIVIDED)
 MOST_FACTORS = 3  # that are told one by one
 ROWS, PERMUTED, UNKNOWN = "some rows", "permuted", "unknown"
@@ -158,6 +160,9 @@ def _finding(
         bars = (("reference", 1.0), ("here", symptom.value))
     sentence = f"step {analysis.step}: {whom}: {said} (error up to {worst:.1e})"
     found = Finding(BUG, bug, sentence, tensors=tuple(sorted(names)), axis=axis, coefficients=bars)
+    cut = {n.rpartition(".")[0] for n in analysis.names if len(analysis.replica_sets(n)) > 1}
+    if bug == "adapter-unreduced" and {n.rpartition(".")[0] for n in names} <= cut:
+        found = replace(found, cause=BETWEEN_CUTS, look=BETWEEN_CUTS_AT)
     if of and not bug:
         found = replace(found, cause="a loss or gradient divided, or not divided, by that number", look=SCALES_AT)
     return found

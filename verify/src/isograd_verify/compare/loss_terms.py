@@ -3,6 +3,9 @@ gradients are not."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import takewhile
+
 import torch
 from torch import Tensor
 
@@ -10,9 +13,14 @@ from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.adjoints import unjudged
 from isograd_verify.judge.terms import amounts, too_often
-from isograd_verify.record.events import Backward, Collective, Draw
+from isograd_verify.record.events import Backward, Collective, Draw, Event
 from isograd_verify.record.recording import Recording
 from isograd_verify.tell.findings import BUG, Finding, listed
+
+# Of a function that communicates, where the loss is another one, too.
+OTHER = "forward or its backward is not that of one device"
+CAUSE = "a custom function takes something (a sum, a size) over each rank's part of a tensor, as if it were the whole"
+LOOK = "its forward first, then its backward: every sum, and every length, over the dimension that is cut"
 
 
 def other_amounts(analysis: Analysis, reference: Analysis, wrong: tuple[str, ...]) -> list[Finding]:
@@ -54,15 +62,15 @@ def backward_alone(analysis: Analysis, reference: Recording, wrong: tuple[str, .
     functions = unjudged(analysis)
     if functions:
         names = " and ".join(dict.fromkeys(f"{call.name} at {call.site}" for call in functions))
-        sentence = (
-            f"step {step}: one device has the same loss and other gradients, and {names} communicates: its backward is "
-            "not that of its forward"
-        )
-        return [Finding(BUG, "wrong-adjoint", sentence, tensors=wrong, site=functions[0].site)]
-    first = min((e.passed for e in records[0].of(Collective, step)), default=0)
+        same = limit > tolerances.LIMITS["float32"][1] or same_loss(_sum(ours), [*map(_sum, theirs)], limit / 100)
+        loss, its = ("the same", "backward is not that of its forward") if same else ("another", OTHER)
+        sentence = f"step {step}: one device has {loss} loss and other gradients, and {names} communicates: its {its}"
+        found = Finding(BUG, "wrong-adjoint", sentence, tensors=wrong, site=functions[0].site)
+        return [found if same else replace(found, cause=CAUSE, look=LOOK)]
+    early = takewhile(lambda event: not isinstance(event, Backward), records[0].of(Event, step))
     moved = [
-        e for e in records[0].of(Collective, step)
-        if e.phase in ("forward", "other") and e.passed == first and e.numel > 1 and not e.inside
+        e for e in early
+        if isinstance(e, Collective) and e.phase in ("forward", "other") and e.numel > 1 and not e.inside
         and e.op in ("send", "recv", "all_gather", "all_to_all", "all_reduce")
     ]  # fmt: skip
     if not moved:

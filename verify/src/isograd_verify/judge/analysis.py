@@ -233,7 +233,9 @@ class Analysis:
             pairs = [pair for pair in pairs if axis_over(self.recording, (*pair,)) == "pp"]
         begins = [repr({n: t.before for n, t in of.items() if not t.constant}) for of in self.first]
         alike = {frozenset(pair): len({begins[r] for r in pair}) == 1 for pair in pairs}
-        return {p: one for p, one in alike.items() if not any(p <= g and (one or n > 1) for n, g in summed)}
+        tied = {p for p in alike if len({frozenset(self.about[r]) for r in p}) > 1}  # one has layers of its own
+        least = {p: 1 if one else math.inf if p in tied else 2 for p, one in alike.items()}
+        return {p: one for p, one in alike.items() if not any(p <= g and n >= least[p] for n, g in summed)}
 
     def replicas_of(self, name: str, rank: int) -> set[int]:
         """The ranks that hold the same part of a parameter as this one."""

@@ -10,6 +10,7 @@ recording: `alone-0` and so on, and `one`, the reference.
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +28,7 @@ from isograd_verify.judge.clips import bound
 from isograd_verify.judge.consequences import row
 from isograd_verify.record.events import Backward, Collective, Lost, Step
 from isograd_verify.record.recording import WEIGHTS, RankWriter, Recording, describe, write_json
-from isograd_verify.run.attach import begin, facts, plain_facts
+from isograd_verify.run.attach import STDERR, begin, facts, plain_facts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
 from isograd_verify.watch.calls import CACHE, GRAPH
 
@@ -176,10 +177,12 @@ class WorldOfOne:
             found.about["bound"] = bound(self.candidate)
         except VerifyError as error:
             why = f"the program does not train in a world of one (exit code {code}): {error.what}"
+            sys.stderr.write((place / STDERR).read_text(errors="replace"))
             raise NoReference(why, "see its own output; start it with one rank by itself") from error
         died = found.ranks[0].about.get("died")
         if died and not any(not e.note for e in found.ranks[0].of(Step)):
-            raise NoReference(f"the program does not train in a world of one: {died}", SAME_DATA)
+            given = "" if place.name == "alone-0" else " that is given the data of other calls"
+            raise NoReference(f"the program does not train in a world of one{given}: {died}", SAME_DATA)
         failed = found.ranks[0].about.get("failed")
         if failed and not any(not e.note for e in found.ranks[0].of(Step)[1:]):
             why = re.sub(r"^RuntimeError: | \(feed\.py:\d+\)$", "", str(failed))

@@ -155,6 +155,8 @@ class Capture(Recorder):
             self.unsettled = True
         if len(self.optimizers) < 2:
             self.close_step()
+        else:  # the program may end before it is over, and its model with it
+            self.held = [root() for _, root in self.roots]
 
     def close_step(self) -> None:
         """The step is over: at once, or with several optimizers when the next forward or backward begins."""
@@ -168,6 +170,7 @@ class Capture(Recorder):
         for path in [k for k in self.tensors if gradient_of(k) in self.waiting]:
             del self.tensors[path]
         self._finish_step("")
+        self.held.clear()
 
     def leftover(self) -> None:
         """The last backwards of a program that never stepped; one that breaks off after a step proves nothing."""

@@ -181,7 +181,7 @@ class WatchMode(TorchDispatchMode):
         call = _Call(func, named)
         noted = self.listener.collective(call.op, call.ranks, call.tensors, call.reduce, call.peer)
         reduced = call.tensors if noted.op in REDUCING else []
-        self.rewrites.communicated(noted.covers, reduced)
+        self.rewrites.communicated(noted.covers, reduced, noted.numel)
         self.states.reduced(reduced)
         return call, noted.n
 

@@ -53,13 +53,15 @@ class Rewrites:
         self.reduced: set[str] | None = None
         self.buffers: set[int] = set()  # the memory of what was reduced
 
-    def communicated(self, covers: Collection[str], reduced: list[Tensor]) -> None:
-        """A collective ran outside of backward: these gradients are reduced where they lie, or these tensors."""
-        if self._between():
+    def communicated(self, covers: Collection[str], reduced: list[Tensor], numel: int) -> None:
+        """A collective ran outside of backward: these gradients are reduced where they lie, or these tensors. One of a
+        single number, a norm or a count, says nothing of gradients."""
+        if self._between() and (covers or numel > 1):
             before = self.reduced or set()
             self.kept = {name: one for name, one in self.kept.items() if name in before - set(covers)}
             self.site = self.site if self.kept else ""
             self.reduced = before | set(covers)
+        if self._between():
             self.buffers |= {_address(foreign.local(t)) for t in reduced} - {0}
 
     def look(self, func: Any, args: tuple[Any, ...]) -> None:

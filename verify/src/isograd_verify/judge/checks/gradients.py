@@ -183,14 +183,8 @@ def _summed_in_backward(analysis: Analysis, name: str, found: Fit) -> bool:
     are copies of one sum, and not parts that happen to be equal."""
     together = [{rank for rank, _ in members} for members in found.classes.values()]
     size = math.prod(analysis.info(name).part_shape)
-    return any(
-        event.op == "all_reduce"
-        and event.phase == "backward"
-        and event.numel == size
-        and not event.covers
-        and all(set(event.group) <= ranks for ranks in together)
-        for event in reductions(analysis, smallest=1)
-    )
+    sums = [e for e in reductions(analysis, size) if e.op == "all_reduce" and e.phase == "backward" and not e.covers]
+    return any(event.numel == size and all(set(event.group) <= ranks for ranks in together) for event in sums)
 
 
 def _other_shards(analysis: Analysis, name: str, own: int, found: dict[Key, float]) -> tuple[int, ...]:

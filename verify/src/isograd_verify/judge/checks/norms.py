@@ -218,11 +218,5 @@ def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -
         ": it counts every copy of replicated tensors" if exact else ""
     )
     bars = (("reported", reported / truth), ("each element once", 1.0))
-    yield Finding(
-        BUG,
-        "norm-counts-replicas",
-        sentence,
-        tensors=repeated,
-        axis=axis_over(analysis.recording, analysis.replica_sets(repeated[0])[0]) if repeated else "",
-        coefficients=bars,
-    )
+    axis = axis_over(analysis.recording, analysis.replica_sets(repeated[0])[0]) if repeated else ""
+    yield Finding(BUG, "norm-counts-replicas", sentence, tensors=repeated, axis=axis, coefficients=bars)

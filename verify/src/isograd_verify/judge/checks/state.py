@@ -10,7 +10,7 @@ from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.graphs import graph_cuts
 from isograd_verify.judge.checks.traffic import served_ranks
-from isograd_verify.record.events import Backward, Event, Input, Loss, Parameter, Step
+from isograd_verify.record.events import Backward, Collective, Event, Input, Loss, Parameter, Step
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd_verify.tell.wording import axis_over, spell
 
@@ -19,8 +19,12 @@ def steps_together(analysis: Analysis) -> Iterator[Finding]:
     """All ranks step, or none does."""
     if analysis.step != 1:
         return
-    taken = [_steps_by(record.events, Input) for record in analysis.recording.ranks]
-    by_backward = [_steps_by(record.events, Backward) for record in analysis.recording.ranks]
+    taken, by_backward, met = (
+        [_steps_by(record.events, kind, analysis.all_ranks) for record in analysis.recording.ranks]
+        for kind in (Input, Backward, Collective)
+    )
+    if len({tuple(t) for t in met}) == 1 and len({0, *met[0]}) == len(met[0]) + 1:  # behind the same collectives of all
+        return
     if len({tuple(t) for t in by_backward}) == 1 or not all(t and t[-1] for t in taken):
         taken = by_backward
     served = served_ranks(analysis)
@@ -40,16 +44,16 @@ def steps_together(analysis: Analysis) -> Iterator[Finding]:
         sentence = f"rank {rank} took no optimizer step after micro-batch {at[0]}, while other ranks did"
         names = tuple(n for n in analysis.names if analysis.info(n).trainable)
         bars = tuple((f"rank {r}", float(len(t))) for r, t in enumerate(within))
-        yield Finding(
-            BUG, "overflow-alone", sentence, tensors=names, axis=spell([r for r, _ in skipped]), coefficients=bars
-        )
+        axis = spell([r for r, _ in skipped])
+        yield Finding(BUG, "overflow-alone", sentence, tensors=names, axis=axis, coefficients=bars)
 
 
-def _steps_by(events: list[Event], kind: type[Event]) -> list[int]:
-    """After how many forwards, or backwards, each step was taken: a micro-batch without labels may have no backward."""
+def _steps_by(events: list[Event], kind: type[Event], everyone: tuple[int, ...]) -> list[int]:
+    """After how many forwards, backwards or collectives of all ranks each step was taken: a micro-batch without labels
+    may have no backward."""
     taken, seen = [], 0
     for event in events:
-        seen += isinstance(event, kind)
+        seen += isinstance(event, kind) and getattr(event, "group", everyone) == everyone
         if isinstance(event, Step) and not event.note:
             taken.append(seen)
     return taken
@@ -63,9 +67,8 @@ def replicas(analysis: Analysis) -> Iterator[Finding]:
             continue
         for ranks in analysis.replica_sets(name):
             brought = name in analysis.owners_step and analysis.last(name, ranks)  # behind the step, unseen
-            if not analysis.made_equal(name, ranks) and not brought:
-                apart[name] = ranks
-            if len({analysis.about[r][name].before for r in ranks}) > 1:
+            began = {analysis.about[r][name].before for r in ranks}
+            if len(began) > 1 or not (analysis.made_equal(name, ranks) or brought):
                 apart[name] = ranks
     if apart:
         names = tuple(sorted(apart))
@@ -123,11 +126,7 @@ def missing(analysis: Analysis) -> Iterator[Finding]:
     infos = {n: [analysis.about[r][n] for r in analysis.holders(n)] for n in trainable}
     bad = tuple(n for n in trainable if not all(i.finite for i in infos[n]))
     if bad:
-        ranks = [
-            r
-            for r in range(analysis.world)
-            if any(n in analysis.about[r] and not analysis.about[r][n].finite for n in bad)
-        ]
+        ranks = [r for r, about in enumerate(analysis.about) if any(n in about and not about[n].finite for n in bad)]
         sentence = f"step {analysis.step}: the gradients of {listed(bad)} are not finite on {spell(ranks)}"
         yield Finding(BUG, "non-finite", sentence, tensors=bad, axis=spell(ranks))
     lost = tuple(n for n in trainable if analysis.contributions(n) and not any(i.gradient for i in infos[n]))

@@ -27,15 +27,9 @@ def served_ranks(analysis: Analysis) -> tuple[int, ...]:
     never = [record for record in records if all(e.note for e in record.of(Step))]
     if len(never) == len(records):
         return ()
-    sent = [
-        record.rank
-        for record in never
-        if any(
-            e.op in ("broadcast", "scatter", "recv") and e.phase == "other" and e.numel > 1 and e.passed
-            for e in record.of(Collective)
-        )
-    ]
-    return tuple(sent) if len(sent) == len(never) else ()
+    calls = [[e for e in r.of(Collective) if e.op in ("broadcast", "scatter", "recv")] for r in never]
+    sent = all(any(e.phase == "other" and e.numel > 1 and e.passed for e in own) for own in calls)
+    return tuple(record.rank for record in never) if sent else ()
 
 
 def order(analysis: Analysis) -> Iterator[Finding]:
@@ -71,10 +65,8 @@ def _unseen(analysis: Analysis, group: tuple[int, ...], rank: int, seen: int) ->
     """Whether a rank issued more collectives in this step than were seen, and all members as many: some ran in
     callbacks of other threads, as a communication hook's do."""
     key = ",".join(map(str, group))
-    counts = [
-        {e.step: e.issued[key] for e in analysis.recording.ranks[member].of(Step) if key in e.issued}
-        for member in group
-    ]
+    records = [analysis.recording.ranks[member] for member in group]
+    counts = [{e.step: e.issued[key] for e in record.of(Step) if key in e.issued} for record in records]
     now = {told.get(analysis.step) for told in counts}
     before = counts[group.index(rank)].get(analysis.step - 1)
     (total,) = now if len(now) == 1 else (None,)
@@ -127,23 +119,13 @@ def groups(analysis: Analysis) -> Iterator[Finding]:
 
 def reduced_in_half(analysis: Analysis) -> list[Collective]:
     """Reductions in half precision while gradients are kept in a wider one."""
-    wide = any(
-        i.gradient_dtype in ("float32", "float64") and i.dtype in ("float32", "float64")
-        for about in analysis.about
-        for i in about.values()
-    )
-    if not wide:
+    kinds = [{i.gradient_dtype, i.dtype} for about in analysis.about for i in about.values()]
+    if not any(of <= {"float32", "float64"} for of in kinds):
         return []
     narrow = [{n for n, i in about.items() if i.gradient_dtype in HALF} for about in analysis.about]
-    return [
-        e
-        for rank, e in analysis.of(Collective)
-        if e.op in REDUCING
-        and e.dtype in HALF
-        and e.phase != "forward"
-        and e.numel > 1
-        and not (e.covers and narrow[rank].issuperset(e.covers))
-    ]
+    half = [(rank, e) for rank, e in analysis.of(Collective) if e.op in REDUCING and e.dtype in HALF and e.numel > 1]
+    half = [(rank, e) for rank, e in half if e.phase != "forward"]
+    return [e for rank, e in half if not (e.covers and narrow[rank].issuperset(e.covers))]
 
 
 def reductions(analysis: Analysis, smallest: int = 2) -> list[Collective]:
@@ -206,9 +188,8 @@ def random_draws(analysis: Analysis) -> Iterator[Finding]:
             f"step {analysis.step}: {listed(tuple(apart))}: copies of one activation on "
             f"{spell(ranks)} were given different random masks"
         )
-        yield Finding(
-            BUG, "norm-dropout-rng", sentence, tensors=tuple(apart), axis=axis_over(analysis.recording, ranks)
-        )
+        axis = axis_over(analysis.recording, ranks)
+        yield Finding(BUG, "norm-dropout-rng", sentence, tensors=tuple(apart), axis=axis)
 
 
 def shared_draws(analysis: Analysis) -> Iterator[Finding]:
