@@ -61,14 +61,14 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_997,
+    "isograd, lines": 51_999,
     "isograd-verify, lines": 18_134,
-    "comm + engine, lines": 9_686,
+    "comm + engine, lines": 9_688,
     "arrows between packages": 133,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,
-    "reassigned fields of engine, comm, losses": 96,
+    "reassigned fields of engine, comm, losses": 97,
     "public class names defined twice": 0,
     "identifiers that are no names": 0,
 }

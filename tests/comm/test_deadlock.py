@@ -3,6 +3,7 @@ only slow are left alone."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -128,3 +129,11 @@ def test_a_message_that_is_under_way_is_owed_by_nobody() -> None:
         return found
 
     assert threads.run(two, 2, None) == [[True, False, True, False]] * 2
+
+
+def test_nobody_watches_ranks_that_have_ended() -> None:
+    assert [said for _, said in threads.run(around, 2, 2, 5, 0.01)] == ["", ""]
+    end = time.monotonic() + 10
+    while any(thread.name == "isograd deadlock watch" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.1)

@@ -34,6 +34,9 @@ class RankContext:
 
     def leave(self, why: str) -> None:
         """Close this rank's connections."""
+        if self.watch is not None:
+            self.watch.close()
+        self.watch = None
 
 
 @dataclass(eq=False)

@@ -46,6 +46,7 @@ class ThreadRank(RankContext):
 
     def leave(self, why: str) -> None:
         """No message of this rank will come any more."""
+        super().leave(why)
         with self.world.arrived:
             self.world.gone.setdefault(self.rank, why)
             self.world.arrived.notify_all()

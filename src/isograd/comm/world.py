@@ -106,6 +106,7 @@ class Process(RankContext):
     def leave(self, why: str) -> None:
         """As a new process: a rank may join another world."""
         forget()
+        super().leave(why)
         for handle in list(self.unfinished):  # messages that will not arrive keep connections open
             handle.forget()
         for transport in self.made.values():
@@ -249,9 +250,6 @@ def leave(why: str = "", tell: bool = True) -> None:
     if why and tell and any(group.transport is not None for group in place.groups):
         with suppress(RuntimeError):  # the store may have ended with its rank
             _tell(f"rank {rank_and_size()[0]}: {why}")
-    if place.watch is not None:
-        place.watch.close()
-        place.watch = None
     for group in place.groups:
         group.transport, group.closed = None, group.closed or why or "it has left the world"
     place.leave(why)
