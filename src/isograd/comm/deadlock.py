@@ -3,9 +3,8 @@
 A rank that has waited a while for one message writes into the store whose it is. The rank at the other end, where it
 waits too, looks whether it owes that message: whether it has sent fewer (or asked for fewer) than that. A rank that
 waits sends nothing. So when these notes lead from a rank back to itself, and each in the circle owes the one before it,
-none of them will ever go on: it is no matter of time. A message that is only slow is owed by nobody.
-
-The messages of NCCL are not followed: no host waits for them.
+none of them will ever go on: it is no matter of time. A message that is only slow is owed by nobody. The messages of
+NCCL are not followed: no host waits for them.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -47,7 +47,7 @@ class DeadlockWatch:
         while not self._over.wait(LOOK_S):
             handle, now = self._context.waits_in, self._awaited()
             if now is None or now is not seen:
-                seen, looks, said, wait = now, 0, "", wait + 1
+                seen, looks, said, wait = now, 0, "", time.monotonic_ns()  # a store may be older than a world
             looks += 1
             if handle is not None and now is not None and looks > LOOKS:
                 with suppress(RuntimeError, ValueError):  # the store may have ended with its rank
