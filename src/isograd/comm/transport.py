@@ -97,7 +97,7 @@ class Transport:
         """Close the connections, so that waits of other members end. Without this gloo keeps them as long as one of
         its messages lives, and a thread that waits or a frame of an exception may hold one. It closes all connections
         of a group when a receive is out of time."""
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, AttributeError):  # the rank may leave at the same time: it has no group then
             message = self.process_group.recv([torch.zeros(1)], (self.index + 1) % self.size, CLOSING)
             message.wait(timedelta(milliseconds=1))
 
