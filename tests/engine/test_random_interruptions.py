@@ -390,6 +390,8 @@ def main(count: int, first: int = 0, only: str = "") -> None:
             print(f"seed {seed} on {'gloo' if gloo else 'threads'}: {error}\n", flush=True)
         missed += not reached
         hits[case[0], case[2][0], case[2][1]] += reached
+        if (done := seed - first + 1) % 100 == 0:
+            print(f"{done} of {count}: {wrong} wrong", file=sys.stderr, flush=True)
     for layout in LAYOUTS:
         for state in STATES.keys() | {"between"}:
             told = [f"{kind} {n}" for (at, where, kind), n in sorted(hits.items()) if (at, where) == (layout, state)]
