@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections import UserDict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -300,18 +301,27 @@ def test_accelerates_own_scripts_pass_through_the_door(worlds, ranks: int) -> No
         assert len(done) == (3 if ranks == 1 else 21)
 
 
-def gathered(layout: str) -> list[tuple[list[int], list[str]]]:
-    """All rows of a loader, gathered for a metric as tensors and as objects, as the ranks of this layout see them."""
+def gathered(layout: str) -> list[tuple[list[int], list[str], list[int]]]:
+    """All rows of a loader, gathered for a metric as tensors, as objects and in a mapping of accelerate's kind, as the
+    ranks of this layout see them."""
     with as_torchrun_starts_it():
         accelerator = ig.integrations.Accelerator(layout=layout)
         loader = accelerator.prepare(torch.utils.data.DataLoader(range(7), batch_size=2))
         gather = accelerator.gather_for_metrics
-        return [(gather(batch).tolist(), gather([str(row) for row in batch.tolist()])) for batch in loader]
+        return [
+            (
+                gather(batch).tolist(),
+                gather([str(row) for row in batch.tolist()]),
+                gather(UserDict(rows=batch))["rows"].tolist(),
+            )
+            for batch in loader
+        ]
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "cp2 ring", "dp2 tp2"])
 def test_each_row_is_gathered_once_for_a_metric(worlds, layout: str) -> None:
     """Under tp each row came twice, and the cut of the last batch then left rows out."""
     for batches in worlds(4 if layout == "dp2 tp2" else 2).run(gathered, layout):
-        assert [row for rows, _ in batches for row in rows] == list(range(7))
-        assert [row for _, rows in batches for row in rows] == list("0123456")
+        assert [row for rows, _, _ in batches for row in rows] == list(range(7))
+        assert [row for _, rows, _ in batches for row in rows] == list("0123456")
+        assert [row for _, _, rows in batches for row in rows] == list(range(7))

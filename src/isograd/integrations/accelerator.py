@@ -15,8 +15,8 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from isograd.engine import DataParallel, Engine
 from isograd.errors import IntegrationError
@@ -260,10 +260,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """accelerate's; objects of rows that ranks share are gathered once, too."""
-        objects = use_gather_object or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(input_data))
-        if objects and any(self._mesh.index(axis) for axis in ("cp", "tp")):
-            input_data = []
-        return super().gather_for_metrics(input_data, objects)
+        if any(self._mesh.index(axis) for axis in ("cp", "tp")):  # a copy of another rank's rows
+            try:
+                recursively_apply(lambda leaf: leaf, input_data, error_on_other_type=True)
+            except TypeError:  # as accelerate finds out
+                use_gather_object = True
+            input_data = [] if use_gather_object else input_data
+        return super().gather_for_metrics(input_data, use_gather_object)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """accelerate's. Behind a step that has raised on some rank, backwards are refused on all: copies may differ."""
