@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_999,
+    "isograd, lines": 52_000,
     "isograd-verify, lines": 18_134,
-    "comm + engine, lines": 9_688,
+    "comm + engine, lines": 9_686,
     "arrows between packages": 133,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

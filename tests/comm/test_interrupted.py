@@ -220,3 +220,14 @@ def joins_twice(folder: str) -> list[float]:
 def test_a_program_may_end_its_world_and_join_another_one(tmp_path: Path) -> None:
     """torch: Process group is not initialized in the world group map."""
     assert launch(joins_twice, 2, str(tmp_path), timeout=60) == [[2.0, 2.0]] * 2
+
+
+def alone_and_together() -> bool:
+    mesh = Mesh("dp2")
+    before = comm_world.process_group_of(mesh.group("tp"))
+    raw.all_reduce(torch.ones(1), mesh.group("dp"))
+    return before is comm_world.process_group_of(mesh.group("tp"))
+
+
+def test_a_group_of_one_keeps_its_process_group_when_others_are_made() -> None:
+    assert launch(alone_and_together, 2, timeout=60) == [True, True]

@@ -21,7 +21,7 @@ class Handle:
         """`keep`: tensors that have to live until then."""
         self.group, self._keep = group, [keep]
         self._works: list[tuple[Any, int, Any]] = []  # and the member of the group at the other end, and which message
-        self.at: tuple[Any, int, Any] | None = None  # the one of them that is waited for
+        self.at: tuple[Any, int, Any] | None = None  # the one of them that is waited for (deadlock.py)
         self._then: list[Callable[[], None]] = []
         self._arrival: futures.Future[None] | None = None  # of the thread of `arrived_within`
         process.unfinished.add(self)

@@ -410,10 +410,7 @@ def _exit_advice(exitcode: int | None) -> str | None:
     if exitcode == -signal.SIGKILL:
         return "-9 is what the kernel sends when memory runs out: out of memory is likely"
     if exitcode == -signal.SIGABRT:
-        return (
-            "gloo aborts a rank when others leave an exchange or send other sizes: see what the others raised, and "
-            "whether ranks of one tp or cp group have batches of other shapes, or make other calls"
-        )
+        return "gloo aborts a rank when others leave an exchange: see what the others raised"
     if exitcode == -signal.SIGSEGV:
         return "a crash in compiled code: run with PYTHONFAULTHANDLER=1 to see the Python line"
     return "the rank left through os._exit or sys.exit; return from the function instead"

@@ -113,7 +113,7 @@ class _Receive:
             self._fill_all()
             while not self._filled:
                 if sender in world.gone or self._key[3] in world.gone:
-                    raise RuntimeError(f"rank {sender} has left: {world.gone.get(sender)}")
+                    raise RuntimeError(f"connection closed by rank {sender}: {world.gone.get(sender)}")
                 world.arrived.wait(1.0)
                 self._fill_all()
 

@@ -78,8 +78,8 @@ class Transport:
                     raise
 
     def count(self, sends: bool, tensor: Tensor, peer: int, tag: int) -> tuple[bool, int, int, int]:
-        """One message more: as in deadlock.Awaited. Where its place in the order is all that names it, its size becomes
-        its tag: messages of unlike sizes never meet, which gloo ends with a signal."""
+        """One message more: whether it is sent, its tag, the how many-th with that tag it is, its bytes. Without a tag
+        its size becomes its tag: messages of unlike sizes never meet, which gloo ends with a signal."""
         size = tensor.numel() * tensor.element_size()
         tag = tag or 1 + size % (CLOSING - 1)
         self.counts[sends, peer, tag] += 1

@@ -81,10 +81,10 @@ def process_group_of(group: Group | None = None) -> Any:
     """torch's own group of these ranks, or of all, for a library that asks for one; None where no world was joined."""
     if group is None or not dist.is_initialized():
         return dist.group.WORLD if dist.is_initialized() else None
-    key = group.purpose, group.ranks
-    if key not in process.made:  # of one rank, which has nobody to talk to
-        process.made[key] = of_torch(_new_process_group(*key, 0), group.ranks, 0)
-    return process.made[key].process_group
+    key, made = (group.purpose, group.ranks), _transports()
+    if key not in made:  # of one rank, which has nobody to talk to
+        made[key] = of_torch(_new_process_group(*key, 0), group.ranks, 0)
+    return made[key].process_group
 
 
 def meet(seconds: float) -> tuple[Any, int, int]:
@@ -149,10 +149,7 @@ def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "", m
     if member is not None:
         group.transport = FakeTransport(member, axes, ranks, purpose)
     else:
-        if here is None and process.world is not dist.group.WORLD:  # its program has ended the one before
-            process.made.clear()
-            process.world = dist.group.WORLD
-        key, made = (purpose, ranks), group.context.made
+        key, made = (purpose, ranks), here.made if here is not None else _transports()
         if key not in made and here is not None:
             made[key] = ThreadTransport(here, ranks, purpose)
         elif key not in made:
@@ -162,6 +159,14 @@ def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "", m
         group.transport = made[key]
     group.context.groups.add(group)
     return group
+
+
+def _transports() -> dict[tuple[str, tuple[int, ...]], Any]:
+    """Those of this process, in the world that torch has now: its program may have ended the one before."""
+    if process.world is not dist.group.WORLD:
+        process.made.clear()
+        process.world = dist.group.WORLD
+    return process.made
 
 
 def _new_process_group(purpose: str, ranks: tuple[int, ...], index: int) -> Any:
@@ -272,7 +277,7 @@ def cut(place: RankContext, why: str) -> None:
 
 def is_lost_connection(error: BaseException) -> bool:
     """Whether a backend says that another rank cannot be reached any more."""
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in (*LOST, "has left: "))
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST)
 
 
 def abort(error: BaseException) -> BaseException:

@@ -213,11 +213,7 @@ def check_plan(plan: Plan, table: ContractTable, model: nn.Module, mesh: Mesh) -
     names = sorted((r.name, r.parameter.requires_grad, str(r.parameter.dtype)) for r in table)
     said = {axes: plan.fingerprint(axes) for axes in {DATA} | owed}
     said |= {STAGE: _digest(names), "world": _digest(_described(model))}
-    whose = {
-        DATA: "the trainable parameters",
-        STAGE: "what is trained",
-        "world": "the config of the model, or its split,",
-    }
+    whose = {DATA: "the trainable parameters", STAGE: "what is trained", "world": "the config or split of the model"}
     every = all_gather_object(said, mesh)
     for axes in sorted({axes for one in every for axes in one}):
         for group in dict.fromkeys(mesh.layout.ranks(axes, rank) for rank, one in enumerate(every) if axes in one):
