@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # its main module has no file, and ranks would be forked as in a notebook
         sys.modules["__main__"].__file__ = str(Path(pytest.__file__).with_name("__main__.py"))
     torch.set_num_threads(1)  # as in a rank: more threads on tensors as small as these only wait for each other
+    os.environ["OMP_NUM_THREADS"] = "1"  # without it, accelerate and Lightning set another number for the whole process
     if file := config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(file))
 

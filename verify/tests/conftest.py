@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ MEDIUM, SLOW = (  # by file and the beginning of the name
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # as in a rank: more threads on tensors as small as these only wait for each other
+    os.environ["OMP_NUM_THREADS"] = "1"  # without it, accelerate and Lightning set another number for the whole process
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
