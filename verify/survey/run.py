@@ -1,6 +1,6 @@
 """Runs the survey: public libraries, watched by isograd-verify, beside the truth computed in plain torch.
 
-    python -m verify.survey.run --home FOLDER [NAME ...] [--again] [--page] [--list]
+    python -m verify.survey.run --home FOLDER [NAME ...] [--again] [--page]
 
 programs.toml says what a program is. For each one named (else each not in results.json yet): its virtual environment
 in FOLDER (torch and whatever else the calling environment has is shared with it), truth.py, and the

@@ -728,6 +728,33 @@ def test_a_world_that_changes_its_size_is_said_plainly(verify_run, spawned) -> N
     assert done.report["subjects"][0]["facts"]["steps"] == "1"
 
 
+LEFT = """
+import glob
+import torch
+import torch.distributed as dist
+
+def running():
+    return sum("runloop" in open(name).read() for name in glob.glob("/proc/self/task/*/comm"))
+
+for step in range(3):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    before = running()
+    dist.destroy_process_group()
+    del model, optimizer
+    print(before == running() > 0)
+"""
+
+
+def test_a_destroyed_group_does_not_end_while_the_gil_is_held(verify_run, tmp_path) -> None:
+    (tmp_path / "left.py").write_text(LEFT)
+    done = verify_run(sys.executable, str(tmp_path / "left.py"))
+    assert done.out.startswith("True\nTrue\nTrue\n")
+
+
 PLAIN = """
 import os, signal
 import marked

@@ -25,6 +25,7 @@ from isograd_verify.record.recording import STEPS
 
 _started: list[Any] = []
 _ends: list[Callable[[], None]] = []
+_left: list[Any] = []  # process groups that the program has destroyed
 
 
 def prepare(directory: str, end: Callable[[], None] | None = None) -> None:
@@ -42,7 +43,7 @@ def prepare(directory: str, end: Callable[[], None] | None = None) -> None:
     torch.optim.Optimizer.__init__ = optimizer_made  # type: ignore[method-assign]
     if not dist.is_available():
         return
-    joining = dist.init_process_group
+    joining, leaving = dist.init_process_group, dist.destroy_process_group
     join = _as_one() if os.environ.get("ISOGRAD_VERIFY_FEED") else joining
 
     @functools.wraps(joining)
@@ -51,9 +52,18 @@ def prepare(directory: str, end: Callable[[], None] | None = None) -> None:
         start(directory)
         return result
 
-    for name, module in list(sys.modules.items()):  # torch's own modules hold it by name: init_device_mesh joins, too
-        if name.startswith("torch.distributed") and getattr(module, "init_process_group", None) is joining:
-            module.init_process_group = joined  # type: ignore[attr-defined]
+    @functools.wraps(leaving)
+    def left(*args: Any, **kwargs: Any) -> None:
+        """Keeps the groups: DDP's reducer, else their last holder, has the GIL while it waits for a group's thread to
+        end, and a message that was sent under a dispatch mode, as ours are, needs the GIL in that thread."""
+        _left.extend(dist.distributed_c10d._world.pg_map)
+        leaving(*args, **kwargs)
+
+    for name, module in list(sys.modules.items()):  # torch's own modules hold them by name: init_device_mesh joins, too
+        if name.startswith("torch.distributed"):
+            for plain, ours in ((joining, joined), (leaving, left)):
+                if getattr(module, plain.__name__, None) is plain:
+                    setattr(module, plain.__name__, ours)
 
 
 def _as_one() -> Callable[..., Any]:
@@ -99,6 +109,7 @@ def _as_one() -> Callable[..., Any]:
 def start(directory: str) -> None:
     """Begins the capture, unless it has begun; then the program has joined a process group again."""
     if _started:
+        _left.clear()
         if _started[0] is not None:
             _started[0].rejoined()
         return
