@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +179,30 @@ def clip_in_words() -> None:
     fresh(clip="1")
 
 
+def loss_scale_as_a_number() -> None:
+    fresh(loss_scale=1024)
+
+
+def engine_of(mesh: Any, make: Any) -> None:
+    Engine(nn.Linear(3, 3), mesh, make)
+
+
+def made_optimizer() -> None:
+    engine_of(Mesh("dp2"), torch.optim.SGD(nn.Linear(3, 3).parameters(), 0.1))
+
+
+def layout_for_a_mesh() -> None:
+    engine_of("dp2", partial(torch.optim.SGD, lr=0.1))
+
+
+def function_that_makes_no_optimizer() -> None:
+    engine_of(Mesh("dp2"), lambda ps: None)
+
+
+def number_for_a_layout() -> None:
+    Mesh(2)  # type: ignore[arg-type]
+
+
 def bucket_of_no_size() -> None:
     fresh(bucket_mb=math.nan)
 
@@ -296,6 +321,11 @@ REFUSED: dict[Callable[[], None], tuple[str, str]] = {
     contract_replaced: ("IG301", "norm.weight"),
     clip_below_zero: ("IG522", "clip=-1.0"),
     clip_in_words: ("IG522", "clip='1'"),
+    loss_scale_as_a_number: ("IG522", "loss_scale=1024"),
+    made_optimizer: ("IG500", "Engine(Linear, Mesh, SGD)"),
+    layout_for_a_mesh: ("IG500", "Engine(Linear, str, partial)"),
+    function_that_makes_no_optimizer: ("IG504", "not owned: ['weight', 'bias']"),
+    number_for_a_layout: ("IG101", "unknown token '2'"),
     bucket_of_no_size: ("IG522", "bucket_mb=nan"),
     bucket_below_zero: ("IG522", "bucket_mb=-1"),
     sums_checked_on_one_rank: ("IG548", "check_sums() or the loss scale on ranks [1]"),

@@ -35,7 +35,7 @@ class Mesh:
 
         device: "cpu" computes on the CPU on purpose; None: each rank on a card of its own, where the machine has any.
         """
-        layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        layout = layout if isinstance(layout, Layout) else Layout.parse(str(layout))
         rank, size = comm_world.world(device)
         if size != layout.world_size:
             raise LayoutError(

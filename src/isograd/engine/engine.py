@@ -94,6 +94,7 @@ class Engine:
             each matrix), so that ranks may step parts of a parameter.
         accept_weights: train weights in which an earlier Engine's optimizer has left half a step (IG559), as they are.
         """
+        validation.check_arguments(model, mesh, optimizer)
         validation.detach_previous_engine(model, mesh)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
 
@@ -160,8 +161,7 @@ class Engine:
             return ReduceWhen.STEP
         # Ranks of a cp or ep group reach parameters at different points of backward. On NCCL a bucket that one of them
         # launches early could take the place of an exchange that the other one waits for.
-        exchanging = self.mesh.size("cp") > 1 or self.mesh.size("ep") > 1
-        unordered = exchanging and raw.is_nccl(self.mesh.group(DATA))
+        unordered = max(self.mesh.size("cp"), self.mesh.size("ep")) > 1 and raw.is_nccl(self.mesh.group(DATA))
         return ReduceWhen.BLOCK_DONE if self._units is not None or unordered else ReduceWhen.GRAD_READY
 
     def backward(self, loss: Tensor | Terms, weight: float | Tensor | None = None) -> None:

@@ -27,6 +27,7 @@ from isograd.core.contract_table import ContractRow, ContractTable
 from isograd.core.mesh import DATA, STAGE, Mesh
 from isograd.engine.grad_placeholder import OWN_SUM, GradPlaceholder
 from isograd.engine.plan import Plan, Slot
+from isograd.engine.precision import LossScale
 from isograd.engine.zero3.module_hooks import Handles, owner_of
 from isograd.errors import EngineError, IsogradError, headline
 from isograd.nn.fp32_sums import needing_fp32_sums
@@ -35,6 +36,13 @@ from isograd.pipeline import Pipeline
 _OURS = "_isograd_hook"  # marks functions of isograd, which change no gradient: an engine's, the verifier's
 T = TypeVar("T")
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "DeepSpeedEngine")
+
+
+def check_arguments(model: Any, mesh: Any, optimizer: Any) -> None:
+    """Refuse what is no model, no mesh or no function: torch's order has the optimizer second, and a made one."""
+    if not (isinstance(model, nn.Module) and isinstance(mesh, Mesh) and callable(optimizer)):
+        given = ", ".join(type(one).__name__ for one in (model, mesh, optimizer))
+        raise EngineError("IG500", seen=f"Engine({given})")
 
 
 def refuse_wrapped(model: nn.Module, mesh: Mesh) -> None:
@@ -64,11 +72,13 @@ def check_supported_parameters(
     complex_ones, sparse, hooked = (list(dict.fromkeys(n for note in notes for n in note[kind])) for kind in range(3))
     given = {name: {note[3][name] for note in notes} for name in options}
     unlike = [f"{name} is {' or '.join(sorted(values))}" for name, values in given.items() if len(values) > 1]
-    clip, bucket = options.get("clip"), options.get("bucket_mb", 1.0)
+    clip, bucket, scale = options.get("clip"), options.get("bucket_mb", 1.0), options.get("loss_scale")
     if not (clip is None or (isinstance(clip, Real) and float(clip) >= 0)):
         unlike.append(f"clip={clip!r}")
     if not (isinstance(bucket, Real) and 0 < float(bucket) < math.inf):
         unlike.append(f"bucket_mb={bucket!r}")
+    if not (scale is None or isinstance(scale, LossScale)):
+        unlike.append(f"loss_scale={scale!r}")
     if unlike:
         raise EngineError("IG522", seen="; ".join(unlike), where=mesh.describe_rank())
     if hooked:

@@ -239,7 +239,7 @@ class ShardedOptimizer:
     def _badly_owned(self) -> EngineError | None:
         """The error unless every trainable parameter belongs to exactly one parameter group, and nothing else does."""
         names = {id(shard): name for name, shard in self.masters.items()}
-        owned = [id(p) for g in self.optimizer.param_groups for p in g["params"]]
+        owned = [id(p) for g in getattr(self.optimizer, "param_groups", ()) for p in g["params"]]
         missing = [name for key, name in names.items() if key not in owned]
         twice = [names[key] for key in set(owned) if owned.count(key) > 1 and key in names]
         foreign = sum(key not in names for key in owned)

@@ -42,6 +42,8 @@ IG254: no answer within {timeout} s from ranks {silent}
   seen:     ranks {finished} finished
   expected: all ranks to reach the same collectives in the same order
   fix:      look for a collective that only some ranks call, or for different numbers of steps per rank
+IG500: the Engine takes a model, a mesh, and a function that makes an optimizer of the parameters it is given
+  fix:      ig.Engine(model, ig.Mesh("dp2 zero1"), lambda ps: torch.optim.AdamW(ps, lr=3e-4))
 IG501: the model has no trainable parameter
   expected: at least one with requires_grad=True
 IG502: {differing} differ between ranks that share the axes {axes!r}
@@ -97,7 +99,7 @@ IG520: reproducible sums are not built for pipelines
 IG521: engine.backward cannot run a pipeline
   expected: engine.train_step(batch, micro_batches=k), which runs every layout
 IG522: an option of the Engine that is none, or that is not the same on all ranks
-  expected: clip: None, or a number from 0; bucket_mb: a number above 0; the same options on all ranks
+  expected: clip: None, or a number from 0; bucket_mb: a number above 0; loss_scale: an ig.LossScale; alike on all ranks
 IG523: a rank of the pipeline has nothing to train
   expected: at least one on each
   fix:      give split= so that each rank has a layer that trains, or use fewer pp ranks
