@@ -11,10 +11,13 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from xxhash import xxh3_128
 
 from isograd.checkpoint import CheckpointManager, files, folder
@@ -215,6 +218,26 @@ def test_saving_at_the_wrong_moment_is_refused(worlds, tmp_path: Path) -> None:
         assert "IG933" in said[0] and f"rank {rank}: step {rank}" in said[0]
         assert "IG934" in said[1]
         assert "IG933" in said[2] and "with gradients under way" in said[2]
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "1"])
+def test_a_step_that_is_no_count_is_refused(tmp_path: Path, step: Any) -> None:
+    with CheckpointManager(tmp_path, toys.engine_of("1")) as keeper, pytest.raises(CheckpointError, match="IG933"):
+        keeper.save(step)
+
+
+def test_a_number_of_numpy_is_a_step(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, toys.engine_of("1")) as keeper:
+        keeper.save(numpy.int64(3))
+        keeper.wait()
+    assert (tmp_path / "step-00000003").is_dir()
+
+
+def test_what_is_no_engine_and_no_number_of_checkpoints_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="Linear"):
+        CheckpointManager(tmp_path, nn.Linear(3, 3))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"IG930(.|\n)*'str' object"):
+        CheckpointManager(tmp_path, toys.engine_of("1"), keep_last="3")  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import index
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -78,6 +79,8 @@ class CheckpointManager:
             than a watchdog's limit.
         phase: is told where a save is (write.PHASES): for tests, which end the process there.
         """
+        if not isinstance(engine, Engine):
+            raise TypeError(f"CheckpointManager(folder, engine): the engine is of {type(engine).__name__}")
         self.folder, self.engine, self.mesh = place_of(folder), engine, engine.mesh
         self.keep_last, self.keep_every = keep_last, keep_every
         self.on_error: OnError = on_error
@@ -97,6 +100,7 @@ class CheckpointManager:
     def _take_folder(self) -> None:
         if self.on_error not in get_args(OnError):
             raise ValueError(f"on_error={self.on_error!r}: one of {get_args(OnError)}")
+        index(self.keep_last)
         if self.mesh.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = folders.Lock(self.folder, self._job)
@@ -123,6 +127,7 @@ class CheckpointManager:
         """Between two steps, on all ranks. `extra` comes back from `load`: JSON, rank 0's counts."""
         self.wait()
         state.meet_to_save(self.engine)
+        step = index(step) if hasattr(step, "__index__") else step
         self._check_moment(step)
         with averaged(self.engine):
             declared = state.declare(self.engine)
@@ -163,7 +168,7 @@ class CheckpointManager:
     def _check_moment(self, step: int) -> None:
         said = all_gather_object([step, state.is_between_steps(self.engine)], self.mesh)
         busy = {True: "", False: ", with gradients under way, or a step failed half way"}
-        unlike = {rank for rank, other in enumerate(said) if other != [step, True]}
+        unlike = {rank for rank, other in enumerate(said) if other != [step, True] or type(step) is not int or step < 0}
         if unlike:
             shown = [f"rank {r}: step {said[r][0]}{busy[said[r][1]]}" for r in sorted(unlike | {self.mesh.rank})]
             raise CheckpointError("IG933", seen="; ".join(shown), where=self.mesh.describe_rank())
