@@ -358,6 +358,10 @@ class Logging(Section):
     trackio: str | None = Field(default=None, description="also log to this trackio project (extra `track`)")
     wandb: str | None = Field(default=None, description="also log to this Weights & Biases project (extra `wandb`)")
     mlflow: str | None = Field(default=None, description="also log to this MLflow experiment (extra `mlflow`)")
+    metrics_port: Annotated[int, Field(gt=0, lt=1 << 16)] | None = Field(
+        default=None, description="rank 0 serves the newest numbers to Prometheus here, at /metrics; null: nowhere"
+    )
+    metrics_host: str = Field(default="127.0.0.1", description="the address of metrics_port; 0.0.0.0: all of them")
     peak_tflops: Rate | None = Field(
         default=None, description="of one device in the model's dtype; known for common GPUs"
     )
