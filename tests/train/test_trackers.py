@@ -11,6 +11,7 @@ import sqlite3
 import sys
 import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,9 +20,11 @@ from typing import Any
 import pytest
 
 from isograd.errors import TrainError
-from isograd.train import run_folder
+from isograd.train import loop, run_folder
 from isograd.train.config import Config
+from isograd.train.task import TrainingTask
 from isograd.train.trackers import trackers
+from tests.train.test_loop import QUIET, config_of, losses
 
 STEP = {"step": 3, "steps": 9, "loss": 1.25, "lr": 1e-3, "unit": "tokens", "mfu": None, "skipped": False}
 SAID = {"step": 3, "event": "note", "text": "no number"}
@@ -173,6 +176,22 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+def test_prometheus_reads_a_run_step_by_step(text: Path, tmp_path: Path) -> None:
+    port, seen = free_port(), list[tuple[float, float, float]]()
+
+    def look(step: int, _: TrainingTask) -> None:
+        found = asked(port)[2]
+        if step:
+            seen.append((found["isograd_step"], found["isograd_loss"], found["isograd_goodput"]))
+
+    run = config_of(tmp_path / "run", text, log={"metrics_port": port, "sample": 0})
+    assert loop.run(run, replace(QUIET, before_step=look)).code == 0
+    expected = [(step, loss, 1.0) for step, loss in enumerate(losses(tmp_path / "run"), 1)]
+    assert seen == expected[:-1]
+    with pytest.raises(ConnectionRefusedError):
+        asked(port)
 
 
 def test_prometheus_reads_the_newest_numbers_while_the_run_lasts(tmp_path: Path) -> None:

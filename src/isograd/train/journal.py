@@ -68,6 +68,25 @@ def curve(file: Path) -> Curve:
 
 
 PATIENCE = 1 << 20  # bytes of lines that wait
+RESTART = "restart"  # the event of a death, which is kept when a run begins from its first step again
+
+
+def _is_restart(line: dict[str, Any]) -> bool:
+    return line.get("event") == RESTART
+
+
+def _seconds(line: dict[str, Any], name: str) -> float:
+    return found if isinstance(found := line.get(name), float) else 0.0
+
+
+def _work(lines: list[dict[str, Any]]) -> tuple[int, float]:
+    """The last step, and the seconds of all steps."""
+    last, seconds = 0, 0.0
+    for line in lines:
+        if "event" not in line:
+            seconds += (line["step"] - last) * _seconds(line, "seconds_per_step")
+            last = line["step"]
+    return last, seconds
 
 
 class Journal:
@@ -76,11 +95,16 @@ class Journal:
     def __init__(
         self, file: Path, resumed_at: int, sinks: list[Callable[[dict[str, Any]], None]], patient: bool = False
     ) -> None:
-        kept = [line for line in read(file) if line.get("step", 0) <= resumed_at and resumed_at > 0]
+        before = list(read(file))
+        kept = [line for line in before if line.get("step", 0) <= resumed_at and (resumed_at > 0 or _is_restart(line))]
         with writing():
             atomic.replace_text(file, "".join(json.dumps(line) + "\n" for line in kept))
             self._file = no_follow.open_to_write(file, "ab", buffering=0)
         self._sinks, self._most, self._waits = sinks, PATIENCE if patient else 0, b""
+        steps, good_s = _work(before)
+        self._resumed_at, (_, self._good_s) = resumed_at, _work(kept)
+        self._again, self._again_s = max(0, steps - resumed_at), good_s - self._good_s
+        self._lost_s = sum(_seconds(line, "lost_s") for line in kept if _is_restart(line))
 
     def write(self, **entry: Any) -> None:
         """Append an entry to metrics.jsonl and show it."""
@@ -93,6 +117,18 @@ class Journal:
                     raise
         for sink in self._sinks:
             sink(entry)
+
+    def restarted(self, seconds: float) -> None:
+        """Ranks have died, and the state is loaded again `seconds` after the first sign of it: tell what was lost."""
+        lost_s = seconds + self._again_s
+        text = f"restarted: {self._again} steps are done again, {lost_s:.1f} s are lost"
+        self._lost_s += lost_s
+        self.write(step=self._resumed_at, event=RESTART, text=text, lost_steps=self._again, lost_s=lost_s)
+
+    def goodput(self, seconds: float) -> float:
+        """After steps that took so long: the share of steps that were done once in the time of the run."""
+        self._good_s += seconds
+        return self._good_s / (self._good_s + self._lost_s)
 
     def _put(self) -> None:
         while self._waits:

@@ -145,10 +145,13 @@ class _Metrics(BaseHTTPRequestHandler):
 
 
 def _prometheus(config: Config, _: Path, stack: ExitStack) -> Send:
-    answers, newest = type("Metrics", (_Metrics,), {}), dict[str, float]()
+    class Answers(_Metrics):
+        """Of this run alone."""
+
+    newest = dict[str, float]()
     host, port = config.log.metrics_host, config.log.metrics_port
     try:
-        server = HTTPServer((host, port or 0), answers)
+        server = HTTPServer((host, port or 0), Answers)
     except OSError as error:
         raise TrainError(
             "IG982", "log.metrics_port cannot be opened", seen=f"{host}:{port}: {error.strerror}",
@@ -162,6 +165,6 @@ def _prometheus(config: Config, _: Path, stack: ExitStack) -> Send:
         newest.update(numbers, step=step)
         texts = {re.sub(r"\W", "_", f"isograd_{k}", flags=re.ASCII): str(float(v)) for k, v in newest.items()}
         lines = [f"# TYPE {name} gauge\n{name} {NOT_FINITE.get(text, text)}\n" for name, text in texts.items()]
-        answers.text = "".join(lines)
+        Answers.text = "".join(lines)
 
     return send
