@@ -23,11 +23,6 @@ class Recovery:
         starts = [self.began, *(when for _, when in self.ends)]
         return {part: when - before for (part, when), before in zip(self.ends, starts, strict=False)}
 
-    @property
-    def total(self) -> float:
-        """What all of them took."""
-        return self.ends[-1][1] - self.began
-
     def __str__(self) -> str:
         parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items())
-        return f"recovered in {self.total:.1f} s: {parts}"
+        return f"recovered in {self.ends[-1][1] - self.began:.1f} s: {parts}"

@@ -243,7 +243,7 @@ class _Run:
                 if known[text] < 0:
                     self._event(event, text, self.start)
         if self.options.recovery is not None:
-            self.log.restarted(self.options.recovery.total)
+            self.log.restarted(sum(self.options.recovery.seconds.values()))
         if self.start:
             text = f"resumed from the checkpoint of step {self.start}"
             text += f"; newer ones are damaged: {'; '.join(self.skipped_damaged)}" if self.skipped_damaged else ""
@@ -465,7 +465,7 @@ class _Run:
             step=step, steps=self.config.steps, loss=stats.loss, grad_norm=stats.grad_norm, lr=rate,
             unit=self.task.unit, weight=stats.weight, per_s=speed, per_s_rank=speed / ranks, mfu=usage,
             memory_gb=worst[0] / 2**30, data_wait=min(1.0, worst[1] / seconds), eta_s=left, skipped=stats.skipped,
-            seconds_per_step=seconds / steps, goodput=self.log.goodput(seconds),
+            seconds_per_step=seconds / steps, **self.log.worked(seconds),
             **journal.of_terms(stats.terms), **({"load": shares} if shares else {}),
         )  # fmt: skip
 

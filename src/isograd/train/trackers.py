@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -122,36 +122,35 @@ def _mlflow(config: Config, folder: Path, stack: ExitStack) -> Send:
     return send
 
 
-class _Metrics(BaseHTTPRequestHandler):
-    """Answers GET /metrics with the newest numbers in Prometheus' text format, and nothing else."""
-
-    text = ""
-    timeout = 2.0  # seconds, after which a client that asks for nothing gives way to the next one
-
-    def do_GET(self) -> None:
-        """Answer one request."""
-        if self.path.partition("?")[0] != "/metrics":
-            self.send_error(404)
-            return
-        body = self.text.encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Not on the screen, which belongs to the run."""
-
-
 def _prometheus(config: Config, _: Path, stack: ExitStack) -> Send:
-    class Answers(_Metrics):
-        """Of this run alone."""
-
     newest = dict[str, float]()
+
+    class Metrics(BaseHTTPRequestHandler):
+        """Answers GET /metrics with the newest numbers in Prometheus' text format, and nothing else."""
+
+        timeout = 2.0  # seconds, after which a client that asks for nothing gives way to the next one
+
+        def do_GET(self) -> None:
+            """Answer one request."""
+            if self.path.partition("?")[0] != "/metrics":
+                self.send_error(404)
+                return
+            texts = {re.sub(r"\W", "_", f"isograd_{k}", flags=re.ASCII): f"{float(v)}" for k, v in [*newest.items()]}
+            lines = [f"# TYPE {name} gauge\n{name} {NOT_FINITE.get(text, text)}\n" for name, text in texts.items()]
+            body = "".join(lines).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with suppress(OSError):  # the client has left
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Not on the screen, which belongs to the run."""
+
     host, port = config.log.metrics_host, config.log.metrics_port
     try:
-        server = HTTPServer((host, port or 0), Answers)
+        server = HTTPServer((host, port or 0), Metrics)
     except OSError as error:
         raise TrainError(
             "IG982", "log.metrics_port cannot be opened", seen=f"{host}:{port}: {error.strerror}",
@@ -160,11 +159,4 @@ def _prometheus(config: Config, _: Path, stack: ExitStack) -> Send:
     stack.callback(server.server_close)
     stack.callback(server.shutdown)
     threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True, name="isograd metrics").start()
-
-    def send(numbers: dict[str, float], step: int) -> None:
-        newest.update(numbers, step=step)
-        texts = {re.sub(r"\W", "_", f"isograd_{k}", flags=re.ASCII): str(float(v)) for k, v in newest.items()}
-        lines = [f"# TYPE {name} gauge\n{name} {NOT_FINITE.get(text, text)}\n" for name, text in texts.items()]
-        Answers.text = "".join(lines)
-
-    return send
+    return lambda numbers, step: newest.update(numbers, step=step)

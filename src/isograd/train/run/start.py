@@ -10,16 +10,17 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from isograd.checkpoint.folder import Growing
 from isograd.comm.launch import World
 from isograd.elastic import WorkerPool, offers
+from isograd.elastic.emergency_checkpoint import Ask
 from isograd.errors import CommError, IsogradError, LaunchError
 from isograd.io import tempdir, terminal
 from isograd.train import journal, resources, run_folder, texts
@@ -48,7 +49,8 @@ def start(config: Config, listener: SignalListener, given: RunOptions, *, force:
             outcome = run(config, given, listener)
         except CommError as error:
             if error.code == "IG213" and config.resilience.after_death != "end":  # another rank has died
-                state_of(config, _do, {0: offers(config.run)})
+                here: Ask = lambda jobs: ({n: job(*given) for n, (job, given) in jobs.items()}, {})  # noqa: E731
+                state_of(config, here, {0: offers(config.run)})
             raise
         return _said(outcome) if first else outcome.code
     listener.listen([signal.SIGINT])
@@ -86,11 +88,6 @@ def _refuse_elsewhere(config: Config) -> None:
             fix="--resilience.after_death replace --resilience.copies none: the launcher starts all ranks again, which "
             "resume from the newest checkpoint (--emit writes how often)",
         )  # fmt: skip
-
-
-def _do(jobs: Mapping[int, tuple[Callable[..., Any], tuple[Any, ...]]]) -> tuple[dict[int, Any], dict[int, str]]:
-    """A survivor whose memory the next start does not have does its jobs by itself."""
-    return {number: job(*given) for number, (job, given) in jobs.items()}, {}
 
 
 @contextmanager
