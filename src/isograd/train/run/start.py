@@ -20,7 +20,6 @@ from typing import TextIO
 from isograd.checkpoint.folder import Growing
 from isograd.comm.launch import World
 from isograd.elastic import WorkerPool, offers
-from isograd.elastic.emergency_checkpoint import Ask
 from isograd.errors import CommError, IsogradError, LaunchError
 from isograd.io import tempdir, terminal
 from isograd.train import journal, resources, run_folder, texts
@@ -49,8 +48,8 @@ def start(config: Config, listener: SignalListener, given: RunOptions, *, force:
             outcome = run(config, given, listener)
         except CommError as error:
             if error.code == "IG213" and config.resilience.after_death != "end":  # another rank has died
-                here: Ask = lambda jobs: ({n: job(*given) for n, (job, given) in jobs.items()}, {})  # noqa: E731
-                state_of(config, here, {0: offers(config.run)})
+                held = {0: offers(config.run)}
+                state_of(config, lambda jobs: ({n: do(*given) for n, (do, given) in jobs.items()}, {}), held)
             raise
         return _said(outcome) if first else outcome.code
     listener.listen([signal.SIGINT])
@@ -82,11 +81,10 @@ def _refuse_elsewhere(config: Config) -> None:
     after = config.resilience
     if after.after_death == "shrink" or after.copies != "none":
         raise LaunchError(
-            "IG257", "shrink, and copies, are for ranks that isograd starts itself",
+            "IG257", "resilience.copies, and after_death shrink, are for ranks that isograd starts itself",
             seen="ranks that torchrun or Slurm has started, which end together",
-            expected="resilience.after_death replace or end, without resilience.copies",
-            fix="--resilience.after_death replace --resilience.copies none: the launcher starts all ranks again, which "
-            "resume from the newest checkpoint (--emit writes how often)",
+            expected="after_death replace: all ranks are started again, and resume (--emit writes how often)",
+            fix="--resilience.after_death replace --resilience.copies none",
         )  # fmt: skip
 
 
