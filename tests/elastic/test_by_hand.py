@@ -81,7 +81,8 @@ def test_torchrun_of_two_machines_starts_all_ranks_anew_and_they_resume_with_the
     """The slow path: a rank dies, torchrun ends and starts all of them, which load the last checkpoint."""
     text = faults.tokens(tmp_path / "text")
     expected = faults.undisturbed(tmp_path / "whole", text, "dp2 zero1", steps=60)
-    config = faults.config(tmp_path / "run", text, "dp2 zero1", steps=60, checkpoint={"every": 5})
+    changes = {"steps": 60, "checkpoint": {"every": 5}, "resilience": {"after_death": "replace"}}
+    config = faults.config(tmp_path / "run", text, "dp2 zero1", **changes)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -118,10 +119,10 @@ def test_torchrun_of_two_machines_starts_all_ranks_anew_and_they_resume_with_the
         for node in nodes:
             node.kill()
     assert losses(tmp_path / "run") == expected
-    resumed = [
-        line["step"] for line in journal.read(tmp_path / "run" / "metrics.jsonl") if line.get("event") == "resumed"
-    ]
+    lines = list(journal.read(tmp_path / "run" / "metrics.jsonl"))
+    resumed = [line["step"] for line in lines if line.get("event") == "resumed"]
     assert resumed and resumed[0] % 5 == 0
+    assert [line["step"] for line in lines if line.get("event") == "restart"] == resumed
 
 
 def started_by_torchrun(folder: Path, layout: str, **changes: object) -> subprocess.Popen[str]:

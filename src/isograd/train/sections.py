@@ -407,7 +407,9 @@ class Resilience(Section):
         default=[],
         description="for shrink: layouts of fewer ranks, the first that fits is taken; none: found by itself",
     )
-    tries: Positive = Field(default=3, description="deaths in a row without a new step, after which the run ends")
+    tries: Positive = Field(
+        default=3, description="deaths in a row without a new step, after which the run ends; of a launcher: all deaths"
+    )
     wait_s: Rate = Field(default=20.0, description="a rank that has not noticed a death for this long is ended")
     network_s: Rate = Field(
         default=20.0, description="a run on several machines that no longer reach each other ends within this time"
