@@ -81,7 +81,8 @@ def test_torchrun_of_two_machines_starts_all_ranks_anew_and_they_resume_with_the
     """The slow path: a rank dies, torchrun ends and starts all of them, which load the last checkpoint."""
     text = faults.tokens(tmp_path / "text")
     expected = faults.undisturbed(tmp_path / "whole", text, "dp2 zero1", steps=60)
-    config = faults.config(tmp_path / "run", text, "dp2 zero1", steps=60, checkpoint={"every": 5})
+    changes = {"steps": 60, "checkpoint": {"every": 5}, "resilience": {"after_death": "replace"}}
+    config = faults.config(tmp_path / "run", text, "dp2 zero1", **changes)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -118,7 +119,65 @@ def test_torchrun_of_two_machines_starts_all_ranks_anew_and_they_resume_with_the
         for node in nodes:
             node.kill()
     assert losses(tmp_path / "run") == expected
-    resumed = [
-        line["step"] for line in journal.read(tmp_path / "run" / "metrics.jsonl") if line.get("event") == "resumed"
-    ]
+    lines = list(journal.read(tmp_path / "run" / "metrics.jsonl"))
+    resumed = [line["step"] for line in lines if line.get("event") == "resumed"]
     assert resumed and resumed[0] % 5 == 0
+    assert [line["step"] for line in lines if line.get("event") == "restart"] == resumed
+
+
+def started_by_torchrun(folder: Path, layout: str, **changes: object) -> subprocess.Popen[str]:
+    """A run of two ranks of this machine, in FOLDER/run; what it says goes to FOLDER/said.txt."""
+    config = faults.config(
+        folder / "run", faults.tokens(folder / "text"), layout, steps=40, checkpoint={"every": 5},
+        resilience={"after_death": "replace"}, **changes,
+    )  # fmt: skip
+    (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with (folder / "said.txt").open("w") as out:
+        return subprocess.Popen(
+            [*torchrun, "--max-restarts", "2", "--no-python", "--", *ISOGRAD, "train", str(folder / "run.yaml")],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=out, stderr=out, text=True,
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2", "dp2 zero1"])
+def test_torchrun_starts_all_ranks_again_after_kill_9_with_the_same_bits_and_the_journal_counts_it(
+    layout: str, tmp_path: Path
+) -> None:
+    """At ZeRO 0 the rank that is left writes its own state first; at ZeRO 1 it is the newest checkpoint."""
+    process = started_by_torchrun(tmp_path, layout)
+    try:
+        until(12, tmp_path / "run", process)
+        ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
+        ranks[1].kill()
+        assert process.wait(LIMIT) == 0, (tmp_path / "said.txt").read_text()
+    finally:
+        process.kill()
+    expected = faults.undisturbed(tmp_path / "whole", tmp_path / "text" / "tokens", layout, steps=40)
+    assert losses(tmp_path / "run") == expected
+    lines = list(journal.read(tmp_path / "run" / "metrics.jsonl"))
+    (resumed,) = [line["step"] for line in lines if line.get("event") == "resumed"]
+    (restart,) = [line for line in lines if line.get("event") == "restart"]
+    (recovered,) = [line for line in lines if line.get("event") == "recovered"]
+    assert restart["step"] == recovered["step"] == resumed
+    assert restart["lost_steps"] <= (1 if layout == "dp2" else 5)
+    assert layout == "dp2" or resumed % 5 == 0
+    steps = {line["step"]: line for line in lines if "event" not in line}
+    assert all((line["goodput"] == 1.0) == (step <= resumed) for step, line in steps.items())
+    done_s, parts = sum(line["seconds_per_step"] for line in steps.values()), recovered["parts"]
+    assert restart["lost_s"] >= sum(parts.values()) - parts["step"]
+    assert steps[40]["goodput"] == pytest.approx(done_s / (done_s + restart["lost_s"]))
+
+
+@pytest.mark.slow
+def test_a_run_that_was_asked_to_stop_is_not_continued_by_torchrun(tmp_path: Path) -> None:
+    process = started_by_torchrun(tmp_path, "dp2 zero1")
+    try:
+        until(6, tmp_path / "run", process)
+        (tmp_path / "run" / "STOP").touch()
+        assert process.wait(LIMIT) == 1  # torchrun's own
+    finally:
+        process.kill()
+    assert (tmp_path / "run" / "exit-code").read_text() == "75\n"
+    assert len(losses(tmp_path / "run")) < 40

@@ -148,7 +148,7 @@ def test_a_member_that_no_signal_ends_is_left_behind(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(stopped, "kill", lambda: None)
         values, died = pool.ask({0: (os.getpid, ()), 1: (stands_still, ())})
         assert values == {0: pool.workers[0].process.pid}
-        assert died == ["a new process, killed by signal 9 (SIGKILL), as it stood still for 1 s"]
+        assert died == {1: "a new process, killed by signal 9 (SIGKILL), as it stood still for 1 s"}
         pool.remove_dead()
         assert len(pool.workers) == 1 and stopped not in multiprocessing.active_children()
         assert Path(f"/proc/{pid}").exists()

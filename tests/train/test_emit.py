@@ -120,6 +120,21 @@ def test_a_slurm_job_that_was_stopped_is_queued_again_and_keeps_its_code(code: i
     assert ("scontrol requeue 41234" in rest) == requeued
 
 
+@pytest.mark.parametrize(("codes", "starts", "ends"), [("137 7 0", 3, 0), ("1 1 1 1 1", 3, 1), ("137 2 0", 2, 2)])
+def test_a_slurm_job_starts_its_ranks_again_after_a_death_but_not_after_a_mistake(
+    codes: str, starts: int, ends: int
+) -> None:
+    tools = {
+        "scontrol": "echo node7",
+        "srun": f'echo srun; echo >> starts; set -- {codes}; shift $(($(wc -l < starts) - 1)); exit "$1"',
+    }
+    text = script("slurm", "--resilience.after_death", "replace", "--resilience.tries", "2")
+    done = bash(text, tools, SLURM_JOB_ID="41234", SLURM_JOB_NODELIST="node7")
+    assert (done.stdout.splitlines(), done.returncode) == (["srun"] * starts, ends), done.stderr
+    for kind in ("torchrun", "k8s"):
+        assert " --max-restarts=3 " in script(kind, "--resilience.after_death", "replace")
+
+
 # -- torchrun
 
 
@@ -129,7 +144,7 @@ def test_torchrun_is_given_machines_and_the_same_command() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "--nnodes=16", "--nproc-per-node=4", "--node-rank=3", "--master-addr=first", "--master-port=29500",
-        "--no-python", "--", "isograd", "train", "run.yaml", "--run", "out",
+        "--max-restarts=0", "--no-python", "--", "isograd", "train", "run.yaml", "--run", "out",
     ]  # fmt: skip
 
 

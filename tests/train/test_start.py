@@ -130,3 +130,24 @@ def test_after_a_silent_rank_has_died_the_end_of_the_run_is_told_with_its_own_co
     monkeypatch.setattr(start, "_done_here", ended)
     assert main(["train", str(config)]) == ends
     assert ("no layout for the ranks that are left" in capsys.readouterr().err) == (code == "IG256")
+
+
+@pytest.mark.parametrize("options", [["shrink", "none"], ["replace", "partner"]])
+def test_what_needs_the_memory_of_ranks_that_a_launcher_has_ended_is_refused_under_torchrun(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "RANK": "0", "WORLD_SIZE": "2"})
+    after, copies = options
+    words = ["--resilience.after_death", after, "--resilience.copies", copies]
+    assert main(["train", str(config), *words]) == 1
+    assert capsys.readouterr().err.startswith("IG257")
+
+
+def test_what_torchrun_starts_again_after_a_stop_ends_with_the_same_code(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
+    monkeypatch.setattr(os, "environ", {**os.environ, **started})
+    (config.parent / "run").mkdir()
+    (config.parent / "run" / "exit-code").write_text("75\n")
+    assert main(["train", str(config)]) == 75

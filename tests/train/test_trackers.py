@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+import socket
 import sqlite3
 import sys
 import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,9 +20,11 @@ from typing import Any
 import pytest
 
 from isograd.errors import TrainError
-from isograd.train import run_folder
+from isograd.train import loop, run_folder
 from isograd.train.config import Config
+from isograd.train.task import TrainingTask
 from isograd.train.trackers import trackers
+from tests.train.test_loop import QUIET, config_of, losses
 
 STEP = {"step": 3, "steps": 9, "loss": 1.25, "lr": 1e-3, "unit": "tokens", "mfu": None, "skipped": False}
 SAID = {"step": 3, "event": "note", "text": "no number"}
@@ -148,3 +155,65 @@ def test_tensorboard_itself_writes_a_file(tmp_path: Path) -> None:
     send(config(tensorboard=True), tmp_path / "a")
     (written,) = (tmp_path / "a" / "tensorboard").glob("events.out.tfevents.*")
     assert b"evaluation/loss" in written.read_bytes()
+
+
+LINE = re.compile(r"# TYPE (isograd_\w+) gauge\n\1 (NaN|[+-]Inf|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)\n", re.ASCII)
+
+
+def asked(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, str, dict[str, float]]:
+    """(status, type, numbers by name) of an answer, of which every byte is read."""
+    with closing(HTTPConnection("127.0.0.1", port, timeout=10)) as line:
+        line.request(method, path)
+        answer = line.getresponse()
+        text = answer.read().decode()
+    found = LINE.findall(text) if answer.status == 200 else []
+    assert answer.status != 200 or LINE.sub("", text) == ""
+    assert len(dict(found)) == len(found)
+    return answer.status, answer.headers["Content-Type"], {name: float(value) for name, value in found}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_prometheus_reads_a_run_step_by_step(text: Path, tmp_path: Path) -> None:
+    port, seen = free_port(), list[tuple[float, float, float]]()
+
+    def look(step: int, _: TrainingTask) -> None:
+        found = asked(port)[2]
+        if step:
+            seen.append((found["isograd_step"], found["isograd_loss"], found["isograd_goodput"]))
+
+    run = config_of(tmp_path / "run", text, log={"metrics_port": port, "sample": 0})
+    assert loop.run(run, replace(QUIET, before_step=look)).code == 0
+    expected = [(step, loss, 1.0) for step, loss in enumerate(losses(tmp_path / "run"), 1)]
+    assert seen == expected[:-1]
+    with pytest.raises(ConnectionRefusedError):
+        asked(port)
+
+
+def test_prometheus_reads_the_newest_numbers_while_the_run_lasts(tmp_path: Path) -> None:
+    port = free_port()
+    with ExitStack() as stack:
+        (sink,) = trackers(config(metrics_port=port), tmp_path, stack)
+        assert asked(port)[::2] == (200, {})
+        for entry in (STEP, SAID, HELD, {**STEP, "step": 4, "loss/a b": -1e-7, "per_s": math.inf, "lr": math.nan}):
+            sink(entry)
+        status, kind, found = asked(port)
+        assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
+        assert math.isnan(found.pop("isograd_lr"))
+        assert found == {
+            "isograd_step": 4, "isograd_loss": 1.25, "isograd_skipped": 0, "isograd_evaluation_loss": 2.5,
+            "isograd_evaluation_weight": 40, "isograd_loss_a_b": -1e-7, "isograd_per_s": math.inf,
+        }  # fmt: skip
+        assert asked(port, "/")[0] == asked(port, "/metrics/../etc/passwd")[0] == 404
+        assert asked(port, method="POST")[0] == asked(port, method="HEAD")[0] == 501
+        with pytest.raises(TrainError, match=rf"IG982(.|\n)*127\.0\.0\.1:{port}: Address already in use"):
+            trackers(config(metrics_port=port), tmp_path, ExitStack())
+    with pytest.raises(ConnectionRefusedError):
+        asked(port)
+    with ExitStack() as stack:  # at once again, as when a rank has died
+        trackers(config(metrics_port=port), tmp_path, stack)
+        assert asked(port)[0] == 200

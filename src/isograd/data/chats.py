@@ -90,7 +90,8 @@ class Chats:
                     seen=f"the text before {words[:60]!r} has other tokens when the answer follows, or text after it",
                     fix="begin and end each answer with a special token in the template",
                 )
-            if not self._stops(ids[begin:end]):
+            last = next((place for place in range(end, begin, -1) if ids[place - 1] in self.special), 0)
+            if not last or self.tokenizer.decode(list(ids[last:end])).strip():  # white space may come behind it
                 raise ChatError(
                     "IG993", "an answer does not end with a special token: the model would not learn to stop",
                     seen=f"it ends with {words[-40:]!r}, tokens {self.tokenizer.encode(words[-12:]).tokens[-4:]}",
@@ -118,11 +119,6 @@ class Chats:
             last = first + len(piece.ids)
             found.append(last if ids[first:last] == piece.ids else None)
         return found
-
-    def _stops(self, ids: Sequence[int]) -> bool:
-        """Whether the last token is a special one, or white space behind a special one."""
-        last = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in self.special), 0)
-        return bool(last) and not self.tokenizer.decode(list(ids[last:])).strip()
 
     @property
     def end(self) -> int:
@@ -198,10 +194,7 @@ class Chats:
                 "IG992",
                 seen=f"the template has no prompt for an answer, and writes {words[:40]!r} before one",
             )
-        return self._to_its_end(text, len(before), len(through))
-
-    def _to_its_end(self, text: str, start: int, end: int) -> Span:
-        """An answer without the white space behind its last special token."""
+        start, end = len(before), len(through)  # without the white space behind the answer's last special token
         last = list(self.spelled.finditer(text, start, end))
         return (start, last[-1].end()) if last and not text[last[-1].end() : end].strip() else (start, end)
 

@@ -6,16 +6,19 @@ way in which state comes from one world into the next, whatever layout and numbe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from isograd.checkpoint import folder as folders
 from isograd.checkpoint.write import SaveJob, finish
 from isograd.elastic import copies
 from isograd.elastic.copies import Offer
-from isograd.elastic.worker_pool import WorkerPool
 from isograd.errors import IsogradError
 from isograd.io.store import Place
+
+# Lets workers do a job each: (their values, how each of those died that did). `WorkerPool.ask` is one.
+Ask = Callable[[Mapping[int, tuple[Callable[..., Any], tuple[Any, ...]]]], tuple[dict[int, Any], dict[int, str]]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def newest(offers: Mapping[int, Sequence[Offer]]) -> CompleteCopies | None:
 
 
 def save_copies(
-    pool: WorkerPool, offers: Mapping[int, Sequence[Offer]], folder: Place, keep_last: int, keep_every: int | None
+    ask: Ask, offers: Mapping[int, Sequence[Offer]], folder: Place, keep_last: int, keep_every: int | None
 ) -> str:
     """Make the newest copies a checkpoint. Says what was done, or why nothing was."""
     saved = folders.checkpoints(folder)
@@ -56,18 +59,18 @@ def save_copies(
     died: list[str] = []
     while (found := newest(offers)) is not None and not (saved and saved[-1][0] >= found.step):
         try:
-            lost = _write(pool, found, folder, keep_last, keep_every)
+            lost = _write(ask, found, folder, keep_last, keep_every)
         except (OSError, IsogradError) as error:
             return f"{behind}, as the copies of step {found.step} could not be written: {error}"
-        died += lost
+        died += lost.values()
         if not lost:
             more = f", of which more died while they wrote it: {'; '.join(died)}" if died else ""
             return f"the state after step {found.step} was held by those that are left{more}"
-        offers = {worker: said for worker, said in offers.items() if pool.workers[worker].code is None}
+        offers = {worker: said for worker, said in offers.items() if worker not in lost}
     return behind + (f", as more died while they wrote copies: {'; '.join(died)}" if died else "")
 
 
-def _write(pool: WorkerPool, found: CompleteCopies, folder: Place, keep_last: int, keep_every: int | None) -> list[str]:
+def _write(ask: Ask, found: CompleteCopies, folder: Place, keep_last: int, keep_every: int | None) -> dict[int, str]:
     """Make these copies a checkpoint, unless a worker dies while it writes its part: who, then, and how."""
     job = folders.job_name()
     place = folders.partial(folder, found.step, job)
@@ -80,7 +83,7 @@ def _write(pool: WorkerPool, found: CompleteCopies, folder: Place, keep_last: in
             worker: (copies.write, (found.world, found.step, ranks, folder, place))
             for worker, ranks in found.writers.items()
         }
-        heads, died = pool.ask(jobs)
+        heads, died = ask(jobs)
         if died:
             return died
         head = copies.joined(heads.values())
@@ -88,6 +91,6 @@ def _write(pool: WorkerPool, found: CompleteCopies, folder: Place, keep_last: in
             SaveJob(folder, place, found.step, 0, found.ranks, head, (), {}, keep_last, keep_every, lambda _: None),
             lambda: None,
         )
-        return []
+        return {}
     finally:
         lock.close()

@@ -170,7 +170,9 @@ class WorkerPool:
         self.remove_dead()
         return Attempt(None, dead, late, silent, seen, done)
 
-    def ask(self, jobs: Mapping[int, tuple[Callable[..., Any], tuple[Any, ...]]]) -> tuple[dict[int, Any], list[str]]:
+    def ask(
+        self, jobs: Mapping[int, tuple[Callable[..., Any], tuple[Any, ...]]]
+    ) -> tuple[dict[int, Any], dict[int, str]]:
         """Each of these workers does its job, in no world: (the values of those that did not die of it, who died and
         how). One that stands still has died."""
         asked = {number: self.workers[number] for number in jobs}
@@ -180,12 +182,12 @@ class WorkerPool:
         answers, late, _ = self._collect(list(asked.values()), still_s=self.still_s)
         if any(not answer.ok for answer in answers.values()):
             raise failure(answers, [worker.code for worker in asked.values()])
-        workers, died = list(asked.items()), []
-        for i, (_, worker) in enumerate(workers):
+        workers, died = list(asked.items()), dict[int, str]()
+        for i, (number, worker) in enumerate(workers):
             if i not in answers:
                 still = f", as it stood still for {self.still_s:g} s" if i in late else ""
                 who = "a new process" if worker.rank is None else f"rank {worker.rank}"
-                died.append(f"{who}, {exit_words(worker.code)}{still}")
+                died[number] = f"{who}, {exit_words(worker.code)}{still}"
         return {workers[i][0]: answer.value for i, answer in answers.items()}, died
 
     def remove_dead(self) -> None:

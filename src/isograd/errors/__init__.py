@@ -19,7 +19,7 @@ __all__ = ["ConfigError", "IsogradError", "VerifyError", "did_you_mean", "neares
 
 # Errors of a disk, a machine or a run under way, not of a command line, a config or a file that was given.
 IsogradError.no_mistake |= {
-    "IG580", "IG581", "IG583", "IG290", "IG291", "IG292", "IG293", "IG295", "IG297", "IG299",
+    "IG213", "IG580", "IG581", "IG583", "IG290", "IG291", "IG292", "IG293", "IG295", "IG297", "IG299",
     "IG805", "IG904", "IG918", "IG921", "IG928", "IG930", "IG933", "IG940", "IG945", "IG979", "IG980", "IG981", "IG984",
 }  # fmt: skip
 

@@ -40,7 +40,7 @@ def measure(modules: Sequence[nn.Module], inputs: Any, mesh: Mesh, *, repeats: i
 def _through(modules: Sequence[nn.Module], x: Any, device: torch.device) -> list[float]:
     found = []
     for module in modules:
-        x = tree.tree_map(_leaf, x)
+        x = tree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), x)
         given = [t for t in tree.tree_leaves(x) if isinstance(t, Tensor) and t.requires_grad]
         wanted = [*given, *(p for p in module.parameters() if p.requires_grad)]
         began = _now(device)
@@ -51,10 +51,6 @@ def _through(modules: Sequence[nn.Module], x: Any, device: torch.device) -> list
             torch.autograd.grad(made, wanted, [torch.ones_like(t) for t in made], allow_unused=True)
         found.append(_now(device) - began)
     return found
-
-
-def _leaf(x: Any) -> Any:
-    return x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
 
 
 def _now(device: torch.device) -> float:

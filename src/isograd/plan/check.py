@@ -69,19 +69,16 @@ def _messages(sent: dict[Stream, list[Sent]], received: dict[Stream, list[Sent]]
         out, into = sent.get(stream, []), received.get(stream, [])
         for number in range(max(len(out), len(into))):
             a, b = (side[number] if number < len(side) else None for side in (out, into))
-            if a and b and a[0][:2] == b[0][:2] and _same_call(a[1], b[1]):
-                continue
+            if a and b and a[0][:2] == b[0][:2]:
+                one, other = a[1], b[1]  # the same collective; sends and receives have different names
+                paired = {one.operation, other.operation} <= {"send_start", "receive_start"}
+                if paired or (one.operation, one.site) == (other.operation, other.site):
+                    continue
             if (source, target) not in told:
                 told.add((source, target))
                 what = f"message {number} over {axes!r} from rank {source} to rank {target}: "
                 yield Mismatch("messages", what + f"sent is {_said(a)}; received is {_said(b)}")
             break
-
-
-def _same_call(a: Entry, b: Entry) -> bool:
-    """The same collective on both ends; sends and receives have different names."""
-    paired = {"send_start", "receive_start"}
-    return {a.operation, b.operation} <= paired or (a.operation, a.site) == (b.operation, b.site)
 
 
 def _said(one: Sent | None) -> str:

@@ -76,12 +76,9 @@ def step(work: Work, layout: Layout, machine: Machine, to: Path) -> bool:
     if machine.per_device > 1:
         title += f"; as if each rank always had its part of a device, which {machine.per_device:g} share"
     unit, scale = ("seconds", 1.0) if end >= 1 else ("milliseconds", 1e3)
+    words = [[f"{part} {share:.0%}" for part, share in shares(row, end).items() if share > 0.005] for row in rows]
     named = {
-        f"pp{number}  {_in_words(row, end)}": [b._replace(start=b.start * scale, end=b.end * scale) for b in row]
+        f"pp{number}  {', '.join(words[number])}": [b._replace(start=b.start * scale, end=b.end * scale) for b in row]
         for number, row in enumerate(rows)
     }
     return plots.timeline(named, to, title, COLORS, WORDS, unit)
-
-
-def _in_words(row: list[Box], end: float) -> str:
-    return ", ".join(f"{part} {share:.0%}" for part, share in shares(row, end).items() if share > 0.005)

@@ -47,15 +47,11 @@ def saves(engine: Engine) -> dict[str, Saves]:
     found = {}
     for part in state.parts(engine, entries):
         box, tensor = part.written
-        slot = None if part.key.startswith(BUFFER) else slots[_parameter(part.key)]
+        parameter = part.key.split("/", 2 if part.key.startswith("optimizer/") else 1)[-1]
+        slot = None if part.key.startswith(BUFFER) else slots[parameter]
         plan = None if slot is None else (slot.name, slot.contract, slot.cuts, slot.uncut_matrix)
         found[part.key] = Saves(part.shape or (1,), box if tensor.numel() else None, plan)
     return found
-
-
-def _parameter(key: str) -> str:
-    """The parameter of "model/NAME" or "optimizer/ENTRY/NAME"."""
-    return key.split("/", 2)[-1] if key.startswith("optimizer/") else key.split("/", 1)[1]
 
 
 def holes(ranks: Mapping[int, Mapping[str, Saves]], layout: Layout) -> Iterator[str]:

@@ -71,18 +71,14 @@ def _measure(case: MakeCase | str, layout: str) -> dict[str, tuple[float, float]
         for name, parameter in parameters.items():
             if kind(name) == key:
                 whole = direction(name, gradients[name])
-                size = _max_over_ranks(scale_of(parameter), mesh)
+                mine = torch.tensor([scale_of(parameter)], dtype=torch.float64, device=mesh.device)
+                size = float(raw.all_max(mine, mesh.group("world"))[0])  # shards have different sizes of elements
                 promised += float((gradients[name].double() * whole).sum()) * size
                 box = tuple(slice(*span) for span in engine.table[name].local(mesh))
                 steps[name] = (whole[box] * size).to(parameter.dtype)
         slope = slope_along(partial(_loss, made, mesh), dict(parameters), steps, h=1e-3)
         measured[key] = (slope, promised)
     return measured
-
-
-def _max_over_ranks(value: float, mesh: Mesh) -> float:
-    """The same number on every rank: shards have different sizes of elements."""
-    return float(raw.all_max(torch.tensor([value], dtype=torch.float64, device=mesh.device), mesh.group("world"))[0])
 
 
 def _loss(case: Case, mesh: Mesh) -> float:

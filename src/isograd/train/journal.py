@@ -68,6 +68,11 @@ def curve(file: Path) -> Curve:
 
 
 PATIENCE = 1 << 20  # bytes of lines that wait
+RESTART = "restart"  # the event of a death, which is kept when a run begins from its first step again
+
+
+def _sum_of(lines: list[dict[str, Any]], name: str) -> float:
+    return sum(value for line in lines if isinstance(value := line.get(name), float))
 
 
 class Journal:
@@ -76,11 +81,17 @@ class Journal:
     def __init__(
         self, file: Path, resumed_at: int, sinks: list[Callable[[dict[str, Any]], None]], patient: bool = False
     ) -> None:
-        kept = [line for line in read(file) if line.get("step", 0) <= resumed_at and resumed_at > 0]
+        before = list(read(file))
+        kept = [line for line in before if line.get("step", 0) <= resumed_at]
+        if not resumed_at:
+            kept = [line for line in kept if line.get("event") == RESTART]
         with writing():
             atomic.replace_text(file, "".join(json.dumps(line) + "\n" for line in kept))
             self._file = no_follow.open_to_write(file, "ab", buffering=0)
         self._sinks, self._most, self._waits = sinks, PATIENCE if patient else 0, b""
+        self._resumed_at, self._again = resumed_at, max(line.get("step", 0) for line in [{}, *before]) - resumed_at
+        self._worked_s, self._lost_s = _sum_of(kept, "seconds"), _sum_of(kept, "lost_s")
+        self._again_s = _sum_of(before, "seconds") - self._worked_s
 
     def write(self, **entry: Any) -> None:
         """Append an entry to metrics.jsonl and show it."""
@@ -93,6 +104,18 @@ class Journal:
                     raise
         for sink in self._sinks:
             sink(entry)
+
+    def restarted(self, seconds: float) -> None:
+        """Ranks have died, and the state is loaded again `seconds` after the first sign of it: tell what was lost."""
+        steps, lost_s = max(0, self._again), seconds + self._again_s
+        text = f"restarted: {steps} steps are done again, {lost_s:.1f} s are lost"
+        self._lost_s += lost_s
+        self.write(step=self._resumed_at, event=RESTART, text=text, lost_steps=steps, lost_s=lost_s)
+
+    def worked(self, seconds: float) -> dict[str, float]:
+        """After steps that took so long: that, and their share in the run's time of steps and losses."""
+        self._worked_s += seconds
+        return {"seconds": seconds, "goodput": self._worked_s / (self._worked_s + self._lost_s)}
 
     def _put(self) -> None:
         while self._waits:

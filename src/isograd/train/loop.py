@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,8 @@ def run(config: Config, options: RunOptions, listener: SignalListener | None = N
     stall_s = config.safety.stall_s
     with ExitStack() as stack:
         set_collective_timeout(patience(stall_s))
-        rescued = config.resilience.after_death != "end"
-        watchdog = Watchdog(config.folder, *rank_and_size(), stall_s, config.resilience.wait_s if rescued else 0.0)
+        rescue_s = 0.0 if options.grows is None else config.resilience.wait_s
+        watchdog = Watchdog(config.folder, *rank_and_size(), stall_s, rescue_s)
         stack.callback(watchdog.close)
         stack.callback(lambda: setattr(process_progress, "phase", watchdog.phase))
         first = rank_and_size()[0] == 0  # one speaks, also between this world and the next
@@ -100,9 +100,13 @@ def run(config: Config, options: RunOptions, listener: SignalListener | None = N
         heartbeat = Heartbeat(mesh.rank, mesh.layout.world_size, config.resilience.network_s)
         watchdog.joined(mesh.describe_rank(), peers.hosts(mesh), heartbeat)
         peers.same_config(written(config), mesh)
+        run_folder.make_folder(config.folder)
+        if options.recovery is None and config.resilience.after_death != "end":
+            since = run_folder.since_death(config.folder) if mesh.rank == 0 else None
+            if _any_rank(mesh, since is not None):
+                options = replace(options, recovery=Recovery(time.monotonic() - (since or 0.0)))
         if options.recovery is not None:
             options.recovery.done("ranks joined")
-        run_folder.make_folder(config.folder)
         if mesh.rank == 0:
             run_folder.write_exit_code(config.folder, None)
         if listener is None:
@@ -158,9 +162,11 @@ class _Run:
         self.copies: Copies | None = None
         after = config.resilience
         if after.after_death != "end" and mesh.layout.world_size > 1:
-            self.copies = Copies(self.task.engine, config.run, self._extra(), partner=after.copies == "partner")
-            stack.push(self._close_copies)
-            self.checks.from_copy = self.copies.restore
+            copies = self.copies = Copies(
+                self.task.engine, config.run, self._extra(), partner=after.copies == "partner"
+            )
+            stack.push(lambda kind, *_: copies.close(failed=kind is not None))
+            self.checks.from_copy = copies.restore
         self.waiting, self.stragglers, self.met = Waiting(), Stragglers(watchdog.hosts), time.perf_counter()
         stack.callback(self.waiting.close)
         self.log: journal.Journal | None = None
@@ -175,10 +181,6 @@ class _Run:
         self.sent = 0  # bytes, in steps
         self.waited = 0.0
         self.paused = 0.0  # seconds of evaluation and saving since the last line
-
-    def _close_copies(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert self.copies is not None
-        self.copies.close(failed=kind is not None)
 
     def _resume(self) -> int:
         if self.options.resume == "never":
@@ -238,6 +240,8 @@ class _Run:
                 known[text] -= 1  # a rank may die twice in the same way
                 if known[text] < 0:
                     self._event(event, text, self.start)
+        if self.options.recovery is not None:
+            self.log.restarted(sum(self.options.recovery.seconds.values()))
         if self.start:
             text = f"resumed from the checkpoint of step {self.start}"
             text += f"; newer ones are damaged: {'; '.join(self.skipped_damaged)}" if self.skipped_damaged else ""
@@ -459,7 +463,8 @@ class _Run:
             step=step, steps=self.config.steps, loss=stats.loss, grad_norm=stats.grad_norm, lr=rate,
             unit=self.task.unit, weight=stats.weight, per_s=speed, per_s_rank=speed / ranks, mfu=usage,
             memory_gb=worst[0] / 2**30, data_wait=min(1.0, worst[1] / seconds), eta_s=left, skipped=stats.skipped,
-            seconds_per_step=seconds / steps, **journal.of_terms(stats.terms), **({"load": shares} if shares else {}),
+            seconds_per_step=seconds / steps, **self.log.worked(seconds),
+            **journal.of_terms(stats.terms), **({"load": shares} if shares else {}),
         )  # fmt: skip
 
     def _finish(self, step: int) -> RunOutcome:

@@ -188,14 +188,17 @@ def dotted(place: Place) -> str:
 def _spell(found: Any, origins: dict[Place, str], path: str, others: Sequence[str], typed: Mapping[str, str]) -> str:
     """One of pydantic's findings as 'file:line: name: what is wrong'."""
     loc: Place = tuple(found["loc"])
-    place: Place = tuple(part for part in loc if not _is_branch(part))
+    # Pydantic names the members of a union in its places: 'bool', "literal['offload']".
+    plain = ("bool", "int", "float", "str")
+    place: Place = tuple(part for part in loc if isinstance(part, int) or not (part in plain or "[" in part))
     if found["type"] == "extra_forbidden":
         place = loc  # the name of an unknown key may look like the name of a branch
     where, option = _blamed(place, tuple(found.get("ctx", {}).get("fields", ())), origins, path, typed)
     if found["type"] == "extra_forbidden":
-        fields = names_at(place[:-1]) + list(others if option and len(place) == 1 else ())
-        meant = _elsewhere(str(place[-1])) if len(place) == 1 else ""
-        return f"{where}: unknown key {dotted(place)!r}{meant or did_you_mean(str(place[-1]), fields)}"
+        names = names_at(place[:-1]) + list(others if option and len(place) == 1 else ())
+        same = [field for field in fields() if field.rpartition(".")[2] == str(place[-1]).lower()]  # in a part of it
+        meant = f" (did you mean {' or '.join(map(repr, same))}?)" if same and len(place) == 1 else ""
+        return f"{where}: unknown key {dotted(place)!r}{meant or did_you_mean(str(place[-1]), names)}"
     if found["type"] == "missing" and isinstance(place[-1], int):
         return (
             f"{where}: {dotted(place[:-1])}: a value is missing, {len(found['input'])} given: {description(place[:-1])}"
@@ -237,11 +240,6 @@ def _short(problem: str) -> str:
     return problem if len(problem) <= 500 else f"{problem[:500]}..."
 
 
-def _is_branch(part: object) -> bool:
-    """Pydantic names the members of a union in its places: 'bool', "literal['offload']"."""
-    return isinstance(part, str) and (part in ("bool", "int", "float", "str") or "[" in part)
-
-
 def _model_at(place: Place) -> type[BaseModel] | None:
     model: Any = Config
     for part in place:
@@ -269,12 +267,6 @@ def fields(model: type[BaseModel] = Config, place: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         part = _inner(field.annotation) if name != "sources" else None
         yield from [place + name] if part is None else fields(part, f"{place}{name}.")
-
-
-def _elsewhere(name: str) -> str:
-    """' (did you mean 'optimizer.lr'?)' for a field that stands in a part of the config."""
-    found = [field for field in fields() if field.rpartition(".")[2] == name.lower()]
-    return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
 
 def description(place: Place) -> str:

@@ -8,6 +8,7 @@ folder. The first of them says how the run goes on.
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -74,6 +75,21 @@ def write_exit_code(folder: Path, code: int | None) -> None:
     else:
         with writing():
             atomic.replace_text(folder / "exit-code", f"{code}\n")
+
+
+def exit_code(folder: Path) -> int | None:
+    """How the last start of the run ended; None: it was killed, or has raised an error."""
+    with suppress(untrusted.FileError):
+        return untrusted.read_typed(int, folder / "exit-code", 16)
+    return None
+
+
+def since_death(folder: Path) -> float | None:
+    """Seconds since the last line of a start of this run that has left no exit code; None: there is no such start."""
+    with suppress(OSError):
+        if exit_code(folder) is None:
+            return max(0.0, time.time() - (folder / "metrics.jsonl").stat().st_mtime)
+    return None
 
 
 def refuse_earlier_run(saved: Place) -> None:

@@ -358,6 +358,10 @@ class Logging(Section):
     trackio: str | None = Field(default=None, description="also log to this trackio project (extra `track`)")
     wandb: str | None = Field(default=None, description="also log to this Weights & Biases project (extra `wandb`)")
     mlflow: str | None = Field(default=None, description="also log to this MLflow experiment (extra `mlflow`)")
+    metrics_port: Annotated[int, Field(gt=0, lt=1 << 16)] | None = Field(
+        default=None, description="rank 0 serves the newest numbers to Prometheus here, at /metrics; null: nowhere"
+    )
+    metrics_host: str = Field(default="127.0.0.1", description="the address of metrics_port; 0.0.0.0: all of them")
     peak_tflops: Rate | None = Field(
         default=None, description="of one device in the model's dtype; known for common GPUs"
     )
@@ -403,7 +407,9 @@ class Resilience(Section):
         default=[],
         description="for shrink: layouts of fewer ranks, the first that fits is taken; none: found by itself",
     )
-    tries: Positive = Field(default=3, description="deaths in a row without a new step, after which the run ends")
+    tries: Positive = Field(
+        default=3, description="deaths in a row without a new step, after which the run ends; of a launcher: all deaths"
+    )
     wait_s: Rate = Field(default=20.0, description="a rank that has not noticed a death for this long is ended")
     network_s: Rate = Field(
         default=20.0, description="a run on several machines that no longer reach each other ends within this time"

@@ -155,7 +155,7 @@ def dry_run(summary: StartupSummary, *, force: bool = False) -> int:
 
 def _one_step(config: Config, folder: str) -> Config:
     """The same run for one step, in a folder of its own, with nothing sent elsewhere."""
-    quiet = {"sample": 0, "tensorboard": False, "trackio": None, "wandb": None, "mlflow": None}
+    quiet = {"sample": 0, "tensorboard": False, "trackio": None, "wandb": None, "mlflow": None, "metrics_port": None}
     return config.model_copy(
         update={
             "run": folder,

@@ -1,4 +1,4 @@
-"""Optional places for the numbers beside metrics.jsonl: TensorBoard, trackio, Weights & Biases, MLflow.
+"""Optional places for the numbers beside metrics.jsonl: TensorBoard, trackio, Weights & Biases, MLflow, Prometheus.
 
 Each package is imported only where the config's `log` asks for it. Rank 0 alone sends numbers; events without numbers
 are not sent. In wandb a resumed run continues the same run, whose id is made from the folder's path; in trackio and
@@ -7,9 +7,12 @@ MLflow it is a new one of the same name.
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from isograd.train.reading import dotted, flat
 Sink = Callable[[dict[str, Any]], None]
 Send = Callable[[dict[str, float], int], object]
 LONGEST = 500  # characters of a parameter that MLflow keeps
+NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # as Prometheus writes them
 
 
 def trackers(config: Config, folder: Path, stack: ExitStack) -> list[Sink]:
@@ -29,6 +33,7 @@ def trackers(config: Config, folder: Path, stack: ExitStack) -> list[Sink]:
         "trackio": _trackio,
         "wandb": _wandb,
         "mlflow": _mlflow,
+        "metrics_port": _prometheus,
     }
     found = []
     for name, maker in makers.items():
@@ -115,3 +120,43 @@ def _mlflow(config: Config, folder: Path, stack: ExitStack) -> Send:
             client.log_metric(run, name, float(value), step=step)
 
     return send
+
+
+def _prometheus(config: Config, _: Path, stack: ExitStack) -> Send:
+    newest = dict[str, float]()
+
+    class Metrics(BaseHTTPRequestHandler):
+        """Answers GET /metrics with the newest numbers in Prometheus' text format, and nothing else."""
+
+        timeout = 2.0  # seconds, after which a client that asks for nothing gives way to the next one
+
+        def do_GET(self) -> None:
+            """Answer one request."""
+            if self.path.partition("?")[0] != "/metrics":
+                self.send_error(404)
+                return
+            texts = {re.sub(r"\W", "_", f"isograd_{k}", flags=re.ASCII): f"{float(v)}" for k, v in [*newest.items()]}
+            lines = [f"# TYPE {name} gauge\n{name} {NOT_FINITE.get(text, text)}\n" for name, text in texts.items()]
+            body = "".join(lines).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with suppress(OSError):  # the client has left
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Not on the screen, which belongs to the run."""
+
+    host, port = config.log.metrics_host, config.log.metrics_port
+    try:
+        server = HTTPServer((host, port or 0), Metrics)
+    except OSError as error:
+        raise TrainError(
+            "IG982", "log.metrics_port cannot be opened", seen=f"{host}:{port}: {error.strerror}",
+            expected="a free port of this machine, on which rank 0 runs", fix="another --log.metrics_port",
+        ) from error  # fmt: skip
+    stack.callback(server.server_close)
+    stack.callback(server.shutdown)
+    threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True, name="isograd metrics").start()
+    return lambda numbers, step: newest.update(numbers, step=step)

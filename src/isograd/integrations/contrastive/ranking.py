@@ -76,7 +76,7 @@ class Scoring:
 
     def _of_rows(self, own: Tensor, queries: Tensor, *documents: Tensor) -> Tensor:
         """The losses of the queries with the numbers `own`, of all ranks' queries."""
-        score = self.similarity_fct or _cosine
+        score = self.similarity_fct or (lambda a, b: F.normalize(a, dim=1) @ F.normalize(b, dim=1).T)
         every = torch.cat(documents)
         is_own = own[:, None] == torch.arange(len(queries), device=own.device)
         of_query = is_own.repeat(1, len(documents))  # the positive and the query's own hard negatives
@@ -112,7 +112,3 @@ def _one_of(name: str, value: str | None, known: Sequence[str | None]) -> None:
     if value not in known:
         hint = did_you_mean(str(value), [k for k in known if k])
         raise option(name, f"{value!r}{hint}", f"one of {', '.join(map(repr, known))}")
-
-
-def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    return F.normalize(a, dim=1) @ F.normalize(b, dim=1).T

@@ -152,7 +152,9 @@ class GradientCache:
                     self._replay(step_state, tower, gradient, last=tower is work[0] and second is None)
                 set_random_state(after, mesh.device)
                 if second is not None:
-                    self._second(step_state, second)
+                    for number, (run, weight) in enumerate(second.parts, 1):
+                        terms = Terms(second=(run(), weight, second.share))
+                        step_state.backward_terms(terms, last=number == len(second.parts))
         return loss.detach()
 
     def _rows(self, towers: Sequence[Any]) -> tuple[list[int], ContrastiveError | None]:
@@ -316,10 +318,6 @@ class GradientCache:
             if learns:
                 gradient = gradients[here].to(vectors.dtype)
                 step_state.run_backward([vectors], [gradient], last=last and number == 0)
-
-    def _second(self, step_state: StepState, second: AuxiliaryLoss) -> None:
-        for number, (run, weight) in enumerate(second.parts):
-            step_state.backward_terms(Terms(second=(run(), weight, second.share)), last=number == len(second.parts) - 1)
 
     # -- refusals
 

@@ -1,7 +1,8 @@
 """Scripts that start a run elsewhere: torchrun on several machines, a Slurm batch job, a Kubernetes Job.
 
 The layout decides how many ranks there are, and `Cluster` how they are spread over machines. torchrun turns its ranks'
-exit codes into 1; a Kubernetes Job starts a pod again until it succeeds, and the run resumes.
+exit codes into 1; a Kubernetes Job starts a pod again until it succeeds, and the run resumes. With
+`resilience.after_death: replace` torchrun and the Slurm script start all ranks again where they are, after a death.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ set -u
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export OMP_NUM_THREADS={cpus}
-code=0
-# --wait: ranks that stop together may end a moment apart
-srun --cpus-per-task={cpus} --kill-on-bad-exit=0 --wait=60 {command} || code=$?
+for start in $(seq 0 {restarts}); do
+  code=0
+  # --wait: ranks that stop together may end a moment apart, and those that do not notice a death are ended
+  srun --cpus-per-task={cpus} --kill-on-bad-exit=0 --wait=60 {command} || code=$?
+  case "$code" in 0 | 2 | 6 | 75) break ;; esac # done, a mistake, not finite, asked to stop: no death
+done
 if [ "$code" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"
 """
@@ -48,7 +52,7 @@ set -eu
 export OMP_NUM_THREADS={cpus}
 exec torchrun --nnodes={nodes} --nproc-per-node={per_node} --node-rank="${{NODE_RANK:-0}}" \\
   --master-addr="${{MASTER_ADDR:-127.0.0.1}}" --master-port="${{MASTER_PORT:-29500}}" \\
-  --no-python -- {command}
+  --max-restarts={restarts} --no-python -- {command}
 """
 
 K8S = """apiVersion: v1
@@ -80,7 +84,8 @@ spec:
           args:
             - >-
               exec torchrun --nnodes={nodes} --nproc-per-node={per_node} --node-rank=$JOB_COMPLETION_INDEX
-              --master-addr={name}-0.{name} --master-port=29500 --no-python --
+              --master-addr={name}-0.{name} --master-port=29500
+              --max-restarts={restarts} --no-python --
               {command}
           env: [{{name: OMP_NUM_THREADS, value: "{cpus}"}}]
           resources:
@@ -114,7 +119,7 @@ def script(kind: str, path: str, dotted: list[str], config: Config, cluster: Clu
     """The text of a script of one kind: 'torchrun', 'slurm' or 'k8s'."""
     nodes, per_node = spread(config, cluster)
     name = name_of(config)
-    run, set_here = config.run, _options(dotted)
+    run, set_here, after = config.run, _options(dotted), config.resilience
     if kind == "k8s":
         run = str(PurePosixPath(VOLUME) / name)
         set_here = [*(each for each in set_here if each[0].partition("=")[0] != "--run"), [f"--run={run}"]]
@@ -127,6 +132,7 @@ def script(kind: str, path: str, dotted: list[str], config: Config, cluster: Clu
     text = {"slurm": SLURM, "torchrun": TORCHRUN, "k8s": K8S}[kind]
     return text.format(
         name=name, nodes=nodes, per_node=per_node, run=run, cpus=cluster.cpus, pod_cpus=cluster.cpus * per_node,
+        restarts=after.tries if after.after_death == "replace" else 0,
         time=cluster.time, seconds=_seconds(cluster.time), volume=VOLUME, shm=8 * per_node,
         partition=f"#SBATCH --partition={_word('--partition', cluster.partition)}\n" if cluster.partition else "",
         image=_word("--image", cluster.image), claim=_word("--claim", cluster.claim),

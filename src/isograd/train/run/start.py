@@ -19,14 +19,14 @@ from typing import TextIO
 
 from isograd.checkpoint.folder import Growing
 from isograd.comm.launch import World
-from isograd.elastic import WorkerPool
-from isograd.errors import IsogradError, LaunchError
+from isograd.elastic import WorkerPool, offers
+from isograd.errors import CommError, IsogradError, LaunchError
 from isograd.io import tempdir, terminal
 from isograd.train import journal, resources, run_folder, texts
 from isograd.train.config import Config
 from isograd.train.loop import RunOptions, RunOutcome, run
 from isograd.train.run.signals import STOPPED, SignalListener
-from isograd.train.run.survive import ENDS_SURVIVAL, survive
+from isograd.train.run.survive import ENDS_SURVIVAL, state_of, survive
 from isograd.train.run.watchdog import STALLED, ended_in_stall, patience, silent_ranks
 from isograd.train.startup import StartupSummary, refuse_data, refuse_early, summarize
 
@@ -38,10 +38,19 @@ def start(config: Config, listener: SignalListener, given: RunOptions, *, force:
     first = os.environ.get("RANK", "0") == "0"
     if _joins():
         _refuse_elsewhere(config)
+        # torchrun starts its ranks again whatever they ended with, also when they were asked to stop.
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (code := run_folder.exit_code(config.folder)):
+            return code
         if first:
             with suppress(IsogradError):  # every rank finds the same mistake itself; none may leave before the others
                 print_summary(config, resume, out)
-        outcome = run(config, given, listener)
+        try:
+            outcome = run(config, given, listener)
+        except CommError as error:
+            if error.code == "IG213" and config.resilience.after_death != "end":  # another rank has died
+                held = {0: offers(config.run)}
+                state_of(config, lambda jobs: ({n: do(*given) for n, (do, given) in jobs.items()}, {}), held)
+            raise
         return _said(outcome) if first else outcome.code
     listener.listen([signal.SIGINT])
     found = print_summary(config, resume, out)
@@ -68,13 +77,14 @@ def start(config: Config, listener: SignalListener, given: RunOptions, *, force:
 
 
 def _refuse_elsewhere(config: Config) -> None:
-    """torchrun and Slurm end all ranks of a run when one of them dies."""
-    if config.resilience.after_death != "end":
+    """torchrun and Slurm end all ranks of a run when one of them dies, with the memory that holds copies."""
+    after = config.resilience
+    if after.after_death == "shrink" or after.copies != "none":
         raise LaunchError(
-            "IG257", f"resilience.after_death {config.resilience.after_death} is for ranks that isograd starts itself",
-            seen="ranks that torchrun or Slurm has started, which end together", expected="resilience.after_death end",
-            fix="--resilience.after_death end --resilience.copies none: a new start by torchrun, or Slurm's requeue, "
-            "resumes from the last checkpoint",
+            "IG257", "resilience.copies, and after_death shrink, are for ranks that isograd starts itself",
+            seen="ranks that torchrun or Slurm has started, which end together",
+            expected="after_death replace: all ranks are started again, and resume (--emit writes how often)",
+            fix="--resilience.after_death replace --resilience.copies none",
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from isograd.comm.launch import exit_words
 from isograd.core.layout import Layout
 from isograd.elastic import Attempt, Recovery, WorkerPool, offers, process_progress
 from isograd.elastic.copies import Offer
-from isograd.elastic.emergency_checkpoint import save_copies
+from isograd.elastic.emergency_checkpoint import Ask, save_copies
 from isograd.elastic.shrink import shrunk_layout
 from isograd.errors import LaunchError
 from isograd.train import journal
@@ -55,7 +55,7 @@ def survive(config: Config, options: RunOptions, pool: WorkerPool) -> RunOutcome
         most = done
         left = layout.world_size - len(attempt.dead)  # the workers behind them were in no world
         phases = sorted({phase for worker, (phase, _) in said.items() if worker < left})
-        text = "; ".join((_who(attempt, layout), *died, _others(attempt, phases)))
+        text = "; ".join((_who(attempt, layout), *died.values(), _others(attempt, phases)))
         if without_progress >= config.resilience.tries:
             raise LaunchError(
                 "IG255", f"ranks died {without_progress + 1} times without a new step in between", seen=text,
@@ -64,7 +64,7 @@ def survive(config: Config, options: RunOptions, pool: WorkerPool) -> RunOutcome
                 "kernel's log; the same command resumes",
             )  # fmt: skip
         journal.tell(text)
-        text += f"; {_state_of(config, pool, said)}"
+        text += f"; {state_of(config, pool.ask, {worker: found for worker, (_, found) in said.items()})}"
         recovery.done("state written")
         config, layout, how = _next(config, layout, pool, text, anew=attempt.server is not None)
         text += f"; {how}"
@@ -103,10 +103,10 @@ def _others(attempt: Attempt, phases: list[str]) -> str:
     return f"none was left; {last}"
 
 
-def _state_of(config: Config, pool: WorkerPool, said: dict[int, tuple[str, list[Offer]]]) -> str:
+def state_of(config: Config, ask: Ask, held: dict[int, list[Offer]]) -> str:
+    """Make the copies that workers hold a checkpoint, if they are whole; says what was done."""
     keep = config.checkpoint
-    held = {number: found for number, (_, found) in said.items()}
-    return save_copies(pool, held, config.checkpoints, keep.keep_last, keep.keep_every)
+    return save_copies(ask, held, config.checkpoints, keep.keep_last, keep.keep_every)
 
 
 def _next(config: Config, layout: Layout, pool: WorkerPool, text: str, anew: bool) -> tuple[Config, Layout, str]:
