@@ -457,15 +457,6 @@ def generators(mesh: Mesh) -> list[Part]:
     ]
 
 
-def take_generators(found: Iterable[Part], mesh: Mesh) -> None:
-    """Set torch's default generators to the states that were read into these parts."""
-    for part in found:
-        if "/cuda/" in part.key:
-            torch.cuda.set_rng_state(part.tensor, mesh.device)
-        else:
-            torch.set_rng_state(part.tensor)
-
-
 # -- between saving and loading --------------------------------------------------------------------------------------
 
 
