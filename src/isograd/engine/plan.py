@@ -149,18 +149,13 @@ def make_plan(
 def _buckets(slots: list[Slot], limit: int, homes: Mapping[int, nn.Module]) -> list[list[Slot]]:
     """Reverse order of registration: about the order in which backward finishes. One dtype in each."""
     buckets: list[list[Slot]] = []
-    size = 0
+    last, size = None, 0
     for slot in reversed(slots):
         bytes_here = slot.parameter.numel() * slot.dtype.itemsize
-        last = buckets[-1][-1] if buckets else None
-        fits = last is not None and size + bytes_here <= limit
-        if not fits or last is None or _kind(last, homes) != _kind(slot, homes):
+        kind = slot.parameter.dtype, homes.get(id(slot.parameter)), slot.has_one_owner
+        if kind != last or size + bytes_here > limit:
             buckets.append([])
             size = 0
         buckets[-1].append(slot)
-        size += bytes_here
+        last, size = kind, size + bytes_here
     return buckets
-
-
-def _kind(slot: Slot, homes: Mapping[int, nn.Module]) -> tuple[torch.dtype, nn.Module | None, bool]:
-    return slot.parameter.dtype, homes.get(id(slot.parameter)), slot.has_one_owner
