@@ -44,7 +44,6 @@ PLAIN = (
 # Calls that move no gradient, weight or norm, each with the reason why no mutant is owed.
 EXEMPT = {
     "engine/muon.py:_exchange:raw.exchange": "no case has Muon: tests/engine/test_muon.py loses what it brings",
-    "engine/validation.py:most_trained:raw.gather_list": "compares counts at start: tests/pipeline/test_refusals.py",
     "engine/step_status.py:used_anywhere:raw.all_reduce": "a tie that some stages do not use: tests/pipeline",
     "engine/data_parallel.py:until_all_exhausted:raw.gather_list": "whether a rank has a batch left; moves no gradient",
     "engine/data_parallel.py:_equal_buffers:raw.broadcast_": "broken in tests/engine/test_data_parallel.py",
