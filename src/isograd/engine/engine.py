@@ -106,8 +106,7 @@ class Engine:
         self.table, owners, first = validation.check_together(check_locally, mesh)
         self.pipeline = validation.pipeline_of(model, mesh, reproducible)
         options = {"clip": clip, "reproducible": reproducible, "overlap": overlap, "bucket_mb": bucket_mb}
-        options |= {"loss_scale": loss_scale}
-        widest = validation.check_supported_parameters(model, self.table, mesh, options)
+        widest = validation.check_supported_parameters(model, self.table, mesh, options | {"loss_scale": loss_scale})
         stage = mesh.layout.zero
         parts = (repeated_blocks(model) if blocks is None else list(blocks)) if stage == 3 else []
         self.plan = make_plan(self.table, mesh, int(bucket_mb * 2**20), homes(parts), owners)

@@ -82,7 +82,7 @@ def check_supported_parameters(
         raise EngineError("IG541", seen=f"complex: {complex_ones[:8]}", where=mesh.describe_rank())
     if sparse:
         raise EngineError("IG544", seen=f"sparse=True: {sparse[:8]}", where=mesh.describe_rank())
-    return max(counts)
+    return int(max(counts))
 
 
 def _warn_of_half_sums(model: nn.Module, mesh: Mesh) -> None:

@@ -15,10 +15,21 @@ IG110: layout {layout!r} needs {needed} ranks, this world has {size}
 IG111: a mesh of a running world cannot be pickled, nor a model that holds one
   expected: torch.save(model.state_dict(), ...), or isograd.checkpoint.CheckpointManager, which saves any layout
   fix:      build the model again from its config on the mesh of the world that loads it, then load its state
+IG271: the programs of the ranks do not match
+  expected: both ends of every message, no circle of waits, every gradient reduced once over its ranks, every element
+            once in the norm and in a checkpoint
+IG276: no layout of {devices} x {name} can run this
+  expected: a layout that divides, and fits the memory of a device
 IG291: ranks did not start within {wait_s:g} s
   expected: every rank of the world, started at about the same time (--wait)
   fix:      start this command on every machine with the same --nnodes, --master-addr and --master-port, and a
             --node-rank of its own
+IG292: connections between ranks cannot be made
+  expected: TCP between all machines, in both directions, at any port above 1023
+  fix:      open these ports between the machines; ranks listen at ports that the system chooses ('sysctl
+            net.ipv4.ip_local_port_range')
+IG298: several machines need --master-addr and --node-rank
+  fix:      the same command on every machine, but for --node-rank
 IG299: the port at which ranks meet is used by another program
   expected: a free port of the first machine
   fix:      ss -ltnp names the program (an earlier run?): end it, or take another MASTER_PORT on all machines
@@ -60,6 +71,9 @@ IG410: tokens, labels and documents must be [batch, sequence]
   expected: two dimensions, the same for all
 IG411: the sequence is longer than the learned positions
   expected: at most {max_positions}
+IG413: dropout without key and samples would differ between layouts
+  expected: model(tokens, labels, key=isograd.core.rng.key(seed, step), samples=ids)
+  fix:      pass both, or call model.eval()
 IG414: ranks of one cp group were given different sequences
   seen:     tokens, labels or documents that differ from those of ranks {unlike}
   expected: the same whole sequences on every rank of a cp group: the model takes its own part of each
@@ -111,9 +125,27 @@ IG464: the style {style!r} is not supported for {name}
   fix:      leave out tp and ep: dp, cp and zero0 to zero3 need no plan
 IG465: {what_is_cut} cannot be cut over {axis}{size}
   fix:      another {axis}; dp and zero3 cut any model
+IG468: {model} would not train right under {layout!r}: gradients differ from one device's
+  expected: at most {limit} in fp64
+  fix:      its tensor plan does not say all that must be summed: leave tp out (dp and zero need no plan)
+IG471: {name} cannot be cut into stages: its layers need more than the output of the layer before
+  expected: layers that are given the output of the one before, and what is made of tokens and positions
+  fix:      leave pp out: dp, tp and zero0 to zero3 take such a model
+IG472: {name} has no experts that could be dealt out over ep
+  expected: a plan whose style {style!r} names a module of the model
+  fix:      leave ep out; tp, dp and zero need no expert plan
+IG475: {name} of a model of which each rank has a part
+  expected: ig.hf.export_hf(engine, folder), on all ranks
+  fix:      export the folder, and load it on one device to push it
+IG476: the logits of a training step are cut over tp, and were not gathered
+  expected: output.loss; or logits of a forward under torch.no_grad(), or without labels
+  fix:      ig.hf.load(..., logits=True) gathers them in every forward
 IG477: {name} does not keep apart the documents of a row
   expected: the logits that each document has by itself, from positions that begin again
   fix:      --data.packing stream, where texts may see each other; or --model.code isograd for a family that it knows
+IG478: base_bits {bits} cannot be trained so
+  expected: 4 or 8 bits under LoRA, and a layout without tp and ep: parts of a matrix have other scales
+  fix:      --layout 'dp2 zero3'; or leave base_bits out: the base keeps its dtype
 IG479: attention cannot be computed by {wanted}
   expected: a class that lets its attention be chosen; for flash_attention_2 also CUDA and flash-attn
   fix:      --model.attn_implementation sdpa
@@ -122,9 +154,12 @@ IG481: the scales of float8 ({recipe}) would not be those of one device under {l
   expected: a layout of dp, zero, pp, and of tp that divides key and value heads and leaves multiples of 16; cp with
             rowwise_with_gw_hp
   fix:      --model.float8 rowwise_with_gw_hp under cp; else another tp
+IG604: no such config file: {source}
 IG611: this {kind} is quantised
   expected: weights in fp32, bf16 or fp16
   fix:      take the weights it was quantised from, or dequantise them with transformers
+IG631: no config file {path}
+  expected: a YAML file; 'isograd recipes' lists some to start from
 IG639: this layout has more ranks than a proof starts on one machine
   expected: at most {most_ranks} ranks
   fix:      prove one with the same axes and fewer ranks: --layouts 'dp2 tp2 sp zero1'
@@ -190,6 +225,13 @@ IG807: this split does not fit the model and the layout
 IG808: a model cut into stages cannot be called: its stages run in the order of a schedule
   seen:     a forward under {layout!r}
   expected: engine.train_step({batch}, micro_batches=k), or engine.evaluate
+IG851: the optimizer does not step exactly the trainable parameters of the model
+  expected: an optimizer of all parameters of the model that require a gradient
+  fix:      freeze what should not train with requires_grad_(False); an optimizer of two models needs two engines
+IG852: the optimizer has state already, of whole parameters
+  expected: an optimizer that has not stepped, and that makes its state in its first step
+  fix:      build it anew; to continue a run, load a checkpoint that isograd has saved; or take zero0
+IG853: this cannot be asked of an optimizer whose steps are an engine's
 IG857: ig.integrations.trainer takes a Trainer class of transformers, once
   expected: Trainer, or a subclass such as SFTTrainer
   fix:      Trainer = ig.integrations.trainer(Trainer), before a Trainer is made
@@ -197,9 +239,15 @@ IG858: another Trainer has trained this model since, and holds its gradients now
   seen:     a further train() of the first one
   expected: one Trainer that trains a model at a time
   fix:      make a new Trainer for the model
+IG859: the loss has further losses of the experts in it than one balance loss
+  expected: aux_loss, once in a micro-batch: a mean over routed tokens; under cp and tp none
+  fix:      set their coefficients in the model's config to 0
 IG860: {place} is no checkpoint of this integration
   expected: a folder that it has saved, under any layout; those of other programs are pickles
   fix:      start a new run from its weights, exported to safetensors
+IG862: join_uneven_inputs is torch's Join, which knows DDP
+  expected: ranks that run as many backwards, each with its weight
+  fix:      for batch in model.until_all_exhausted(loader): None calls model.skip()
 IG866: {loop} asks for what one engine for each model cannot do
 IG867: {name} has no optimizer's state of isograd beside it
   expected: a checkpoint that was saved with this strategy, with its folder
@@ -211,6 +259,9 @@ IG869: the gradient is not finite, and no rank has stepped
 IG870: another rank has left the loop
   expected: all ranks in one loop until its end
   fix:      this rank is well: see that one's error
+IG871: a training_step goes backward by itself, and nothing says what its loss is the mean of
+  expected: super().training_step(model, inputs, num_items_in_batch)
+  fix:      override compute_loss, or loss_weight, instead
 IG900: {folder} holds no tokens
   expected: a folder with manifest.json, as isograd data build makes it
 IG901: {path} is not a manifest that this version reads
@@ -336,6 +387,8 @@ IG960: representations that do not pair up
   expected: queries [n, d], documents [n, d] whose row i belongs to query i, then hard negatives [any, d]
 IG961: the inputs of a tower have no common number of rows
   expected: a tensor, or a dict or tuple of tensors, with rows in dim 0; a rank without rows gives 0 of them
+IG963: the number of encoders differs from the number of towers
+  expected: encode=f, used for every tower, or one for each
 IG964: ranks of one cp group were given different rows
   seen:     {rows} rows of each tower on rank {rank}, {first} on another
   expected: the same rows on every rank of a cp group: only dp ranks see different ones
@@ -352,11 +405,21 @@ IG967: GradientCache does not support this chunk size or layout
 IG968: batch norm would normalise over one chunk instead of the batch: {names}
   expected: an encoder whose vectors do not depend on which rows share a chunk
   fix:      use layer, group or RMS norm, or put these modules into eval mode
+IG969: ClipLoss was given a rank and a world size that are not those of the running world
 IG970: CachedInfoNCE does not support this value of {name!r}
 IG972: an encoder changed a tensor that its backward needs, or its inputs, in place
   expected: what autograd has saved to be as it was
   fix:      do not change inputs in place, nor activations after they were used; chunks are views of one tensor, and
             share its version
+IG973: GradientCache cannot keep graphs of chunks in this amount of memory or under this layout
+  expected: a number of MiB, 0 or more; 0 at ZeRO 3 and under ep, where each forward is a collective
+IG974: an exception on another rank ended the first pass of a contrastive step
+  expected: vectors of all data ranks
+  fix:      see the error of that rank. The step is as it was: a program that catches that error should catch this one,
+            too, and continue with the next batch on all ranks
+IG983: the ranks of this run were given different configs
+  expected: one config
+  fix:      copy the same file to every machine, and start every rank with the same options
 IG984: copies of parameters are no longer equal in step {step}
   expected: equal bytes on every rank of {axes!r}
   fix:      a rank computed or stored something wrong: check its memory, and resume from a checkpoint before it;

@@ -42,6 +42,8 @@ IG254: no answer within {timeout} s from ranks {silent}
   seen:     ranks {finished} finished
   expected: all ranks to reach the same collectives in the same order
   fix:      look for a collective that only some ranks call, or for different numbers of steps per rank
+IG260: the command that started the ranks was killed, and its ranks exit
+  expected: a command that lives as long as its ranks; Ctrl-C, SIGTERM and STOP end both
 IG501: the model has no trainable parameter
   expected: at least one with requires_grad=True
 IG502: {differing} differ between ranks that share the axes {axes!r}

@@ -69,13 +69,9 @@ def prove(config: Any, mesh: Mesh, adapter: Any = None, base_bits: int | None = 
     proof = compare(config, mesh, adapter, base_bits)
     if proof.wrong:
         listed = [f"{name} ({error:.1e})" for name, error in list(proof.wrong.items())[:8]]
+        seen = f"{len(proof.wrong)} of {len(proof.errors)} parameters, relative: {', '.join(listed)}"
         raise ModelError(
-            "IG468",
-            f"{proof.model} would not train right under {proof.layout!r}: gradients differ from one device's",
-            seen=f"{len(proof.wrong)} of {len(proof.errors)} parameters, relative: {', '.join(listed)}",
-            expected=f"at most {LIMIT} in fp64",
-            fix="its tensor plan does not say all that must be summed: leave tp out (dp and zero need no plan)",
-            where=mesh.describe_rank(),
+            "IG468", seen=seen, where=mesh.describe_rank(), model=proof.model, layout=proof.layout, limit=LIMIT
         )
     return proof
 

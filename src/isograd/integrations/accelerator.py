@@ -341,14 +341,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Nothing where batches are even; else refused, as no rank would wait for the others."""
         if self.num_processes > 1 and not (self.even_batches and even_batches in (None, True)):
-            raise IntegrationError(
-                "IG862",
-                "join_uneven_inputs is torch's Join, which knows DDP",
-                seen=f"even_batches={even_batches} of an accelerator with even_batches={self.even_batches}",
-                expected="ranks that run as many backwards, each with its weight",
-                fix="for batch in model.until_all_exhausted(loader): None calls model.skip()",
-                where=self._mesh.describe_rank(),
-            )
+            seen = f"even_batches={even_batches} of an accelerator with even_batches={self.even_batches}"
+            raise IntegrationError("IG862", seen=seen, where=self._mesh.describe_rank())
         yield
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

@@ -340,14 +340,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         """In the place of accelerate's: no division, and a weight."""
         engine = self.engine
         if not self._weighs:
-            raise IntegrationError(
-                "IG871",
-                "a training_step goes backward by itself, and nothing says what its loss is the mean of",
-                seen=f"{type(self).__name__}.training_step without super().training_step",
-                expected="super().training_step(model, inputs, num_items_in_batch)",
-                fix="override compute_loss, or loss_weight, instead",
-                where=self.mesh.describe_rank(),
-            )
+            seen = f"{type(self).__name__}.training_step without super().training_step"
+            raise IntegrationError("IG871", seen=seen, where=self.mesh.describe_rank())
         last = self.accelerator.sync_gradients
         with nullcontext() if last else engine.no_sync():
             engine.backward(self._with_balance(loss), self._weight)
@@ -369,14 +363,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         if not parts:
             return loss
         if [name for name, _, _ in parts] != ["aux_loss"] or self._shares_rows:
-            raise IntegrationError(
-                "IG859",
-                "the loss has further losses of the experts in it than one balance loss",
-                seen=", ".join(f"{share:g} * {name}" for name, _, share in parts),
-                expected="aux_loss, once in a micro-batch: a mean over routed tokens; under cp and tp none",
-                fix="set their coefficients in the model's config to 0",
-                where=self.mesh.describe_rank(),
-            )
+            seen = ", ".join(f"{share:g} * {name}" for name, _, share in parts)
+            raise IntegrationError("IG859", seen=seen, where=self.mesh.describe_rank())
         (_, balance, share) = parts[0]
         if self.engine.step_state.term_weights.expected is None:
             rest = self._micros or []

@@ -89,11 +89,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
     if not os.path.exists(path):  # False for a name that is too long, where Path.exists raises
         name = path.name.removesuffix(".yaml")
         recipe = any(file.name == f"{name}.yaml" for file in (files("isograd") / "recipes").iterdir())
-        raise ConfigError(
-            "IG631", f"no config file {path}", seen="the name of a recipe" if recipe else None,
-            expected="a YAML file; 'isograd recipes' lists some to start from",
-            fix=f"isograd new {name if recipe else 'quickstart'}",
-        )  # fmt: skip
+        seen = "the name of a recipe" if recipe else None
+        raise ConfigError("IG631", seen=seen, fix=f"isograd new {name if recipe else 'quickstart'}", path=path)
     try:
         values, lines = yaml_reader.parse_with_lines(read_text(path, CONFIG, follow=True))
     except FileError as error:

@@ -169,13 +169,8 @@ class GradientCache:
     def _pairs(self, towers: Sequence[Any]) -> list[tuple[Encode, Any]]:
         encoders = self.encode if isinstance(self.encode, list) else [self.encode] * len(towers)
         if len(encoders) != len(towers) or not towers:
-            raise ContrastiveError(
-                "IG963",
-                "the number of encoders differs from the number of towers",
-                seen=f"{len(encoders)} encoders for {len(towers)} towers",
-                expected="encode=f, used for every tower, or one for each",
-                where=self.engine.mesh.describe_rank(),
-            )
+            seen = f"{len(encoders)} encoders for {len(towers)} towers"
+            raise ContrastiveError("IG963", seen=seen, where=self.engine.mesh.describe_rank())
         return list(zip(encoders, towers, strict=True))
 
     def _count(self, own: Sequence[int], problem: ContrastiveError | None) -> tuple[NegativesScope, list[int]]:
@@ -336,13 +331,8 @@ class GradientCache:
             )
         amount = isinstance(self.keep_mb, Real) and 0 <= self.keep_mb < math.inf
         if not amount or (self.keep_mb and self._alike):
-            raise ContrastiveError(
-                "IG973",
-                "GradientCache cannot keep graphs of chunks in this amount of memory or under this layout",
-                seen=f"keep_mb={self.keep_mb!r} under {str(self.engine.mesh.layout)!r}",
-                expected="a number of MiB, 0 or more; 0 at ZeRO 3 and under ep, where each forward is a collective",
-                where=self.engine.mesh.describe_rank(),
-            )
+            seen = f"keep_mb={self.keep_mb!r} under {str(self.engine.mesh.layout)!r}"
+            raise ContrastiveError("IG973", seen=seen, where=self.engine.mesh.describe_rank())
         _refuse_batch_norm(self.engine.model)
         _refuse_balance(self.engine)
 
