@@ -55,6 +55,9 @@ IG404: {inner} inner features cannot be cut over tp{tp}
   expected: at least {tp}
 IG405: query heads must be a multiple of key/value heads
   expected: heads % kv_heads == 0
+IG406: {heads} query and {kv_heads} key/value heads cannot be dealt out over tp{tp}
+  expected: a tp that divides the query heads, and that divides or is divided by the key/value heads
+  fix:      the nearest that works is tp{nearest}
 IG407: Ulysses over {ranks} ranks needs at least one query head per rank
   expected: at least {ranks}
   fix:      'cpN ring', or both methods: 'cpN ulyssesM' with blocks of M, at most {heads}
