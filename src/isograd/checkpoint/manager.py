@@ -161,7 +161,8 @@ class CheckpointManager:
             raise NotFinite("IG946", seen="; ".join(shown), step=step)
 
     def _check_moment(self, step: int) -> None:
-        said = all_gather_object([step, state.is_between_steps(self.engine)], self.mesh)
+        now = self.engine.step_state  # a gradient is not part of what is kept
+        said = all_gather_object([step, now.empty and now.optimizer_inconsistent is None], self.mesh)
         busy = {True: "", False: ", with gradients under way, or a step failed half way"}
         unlike = {rank for rank, other in enumerate(said) if other != [step, True]}
         if unlike:

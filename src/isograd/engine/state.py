@@ -460,11 +460,6 @@ def generators(mesh: Mesh) -> list[Part]:
 # -- between saving and loading --------------------------------------------------------------------------------------
 
 
-def is_between_steps(engine: Engine) -> bool:
-    """Whether nothing of a step is under way: a gradient is not part of what is kept."""
-    return engine.step_state.empty and engine.step_state.optimizer_inconsistent is None
-
-
 def meet_to_save(engine: Engine, opens: bool = False) -> None:
     """Before a checkpoint all ranks meet. One that steps instead hears of it, and so do the others (IG555)."""
     engine._gather_step_status(Status.OPENS if opens else Status.SAVES)
