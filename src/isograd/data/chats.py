@@ -198,10 +198,7 @@ class Chats:
                 "IG992",
                 seen=f"the template has no prompt for an answer, and writes {words[:40]!r} before one",
             )
-        return self._to_its_end(text, len(before), len(through))
-
-    def _to_its_end(self, text: str, start: int, end: int) -> Span:
-        """An answer without the white space behind its last special token."""
+        start, end = len(before), len(through)  # without the white space behind its last special token
         last = list(self.spelled.finditer(text, start, end))
         return (start, last[-1].end()) if last and not text[last[-1].end() : end].strip() else (start, end)
 

@@ -171,7 +171,8 @@ def _layers(values: dict[str, Any], given: dict[str, Any], least: int) -> dict[s
             for place, number in enumerate(chosen)
             if number in own
         }
-    nope, rotated = _of_own(own, "qk_nope_head_dim"), given.get("qk_rope_head_dim")
+    nopes = [fields["qk_nope_head_dim"] for fields in own.values() if "qk_nope_head_dim" in fields]
+    nope, rotated = next(iter(nopes), None), given.get("qk_rope_head_dim")
     if nope and given.get("head_dim") == nope + rotated:  # the head of the layers that differ
         found["head_dim"] = _layers_own("qk_nope_head_dim", nope, values, given) + values["qk_rope_head_dim"]
     found |= {name: min(values[name], 1) for name in DENSE if isinstance(values.get(name), int)}
@@ -196,11 +197,6 @@ def _rope(values: dict[str, Any], config: Any) -> dict[str, Any]:
         long = {"original_max_position_embeddings": LONG}
         rope = {**rope, **lists, **long}
     return {"rope_parameters": rope, **{name: long[name] for name in long if name in values}}
-
-
-def _of_own(own: dict[int, dict[str, Any]], name: str) -> Any:
-    """A field of the first layer that has one of its own."""
-    return next((fields[name] for fields in own.values() if name in fields), None)
 
 
 def _layers_own(name: str, size: Any, values: dict[str, Any], given: dict[str, Any]) -> Any:

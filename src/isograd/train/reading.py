@@ -190,9 +190,10 @@ def _spell(found: Any, origins: dict[Place, str], path: str, others: Sequence[st
         place = loc  # the name of an unknown key may look like the name of a branch
     where, option = _blamed(place, tuple(found.get("ctx", {}).get("fields", ())), origins, path, typed)
     if found["type"] == "extra_forbidden":
-        fields = names_at(place[:-1]) + list(others if option and len(place) == 1 else ())
+        around = _model_at(place[:-1])
+        names = [*(around.model_fields if around else ()), *(others if option and len(place) == 1 else ())]
         meant = _elsewhere(str(place[-1])) if len(place) == 1 else ""
-        return f"{where}: unknown key {dotted(place)!r}{meant or did_you_mean(str(place[-1]), fields)}"
+        return f"{where}: unknown key {dotted(place)!r}{meant or did_you_mean(str(place[-1]), names)}"
     if found["type"] == "missing" and isinstance(place[-1], int):
         return (
             f"{where}: {dotted(place[:-1])}: a value is missing, {len(found['input'])} given: {description(place[:-1])}"
@@ -253,12 +254,6 @@ def _inner(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((m for a in getattr(annotation, "__args__", ()) if (m := _inner(a)) is not None), None)
-
-
-def names_at(place: Place) -> list[str]:
-    """The fields of the mapping at a place."""
-    model = _model_at(place)
-    return list(model.model_fields) if model else []
 
 
 def fields(model: type[BaseModel] = Config, place: str = "") -> Iterator[str]:
