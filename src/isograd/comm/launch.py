@@ -17,8 +17,8 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
@@ -27,6 +27,7 @@ from typing import Any
 
 from isograd.comm.device import Asked
 from isograd.comm.worker import GROUP, PARTS, Answer, Seat, main, stack_file
+from isograd.core.attributes import set_attributes
 from isograd.errors import IsogradError, LaunchError
 from isograd.io import tempdir
 
@@ -323,7 +324,9 @@ def _start_server() -> None:
     try:
         resource_tracker.ensure_running()  # which unblocks two of them
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP)
-        with _temporary_files_in(tempdir.home()):
+        # It makes its folder of sockets here, once: a launcher that is killed leaves none elsewhere.
+        home = tempdir.home()
+        with set_attributes(tempfile, tempdir=home if len(home) <= LONGEST_HOME else tempfile.tempdir):
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -369,19 +372,6 @@ def _end_server() -> None:
 
 # Once multiprocessing has joined all children, and before it removes its temporary folder (-100).
 Finalize(None, _end_server, exitpriority=-50)
-
-
-@contextmanager
-def _temporary_files_in(folder: str) -> Iterator[None]:
-    """multiprocessing makes its folder of sockets here, once: a launcher that is killed leaves none elsewhere."""
-    if len(folder) > LONGEST_HOME:
-        yield
-        return
-    before, tempfile.tempdir = tempfile.tempdir, folder
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ from torch.utils import _pytree as tree
 
 from isograd.comm import raw, world
 from isograd.comm.world import abort_group_on_interrupt
+from isograd.core.attributes import set_attributes
 from isograd.core.contract_table import ContractTable, contracts
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
@@ -184,14 +185,9 @@ class DataParallel(nn.Module):
             raise EngineError("IG538", seen=seen, where=self.mesh.describe_rank())
         self._backward = replace(now, weight=weight, factor=factor)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards in here add up locally; the next one outside reduces all of it once. Forwards do not matter."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
+        return set_attributes(self, require_backward_grad_sync=False)
 
     def skip(self) -> None:
         """Instead of a backward, on a rank without a batch: adds nothing, gets the others' gradients in `.grad`."""

@@ -28,6 +28,7 @@ from torch.profiler import record_function
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
 from isograd.comm.world import abort_group_on_interrupt
+from isograd.core.attributes import set_attributes
 from isograd.core.contract_table import ContractTable, contracts
 from isograd.core.input_checks import InputChecks
 from isograd.core.loss_terms import Terms
@@ -338,15 +339,10 @@ class Engine:
         with record_function(name), named, self.step_state.backward(self._reduce_when) as step_state:
             yield step_state
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards in here accumulate locally (`accumulate="local"`); the next one outside, or the step, reduces all
         of it once. A backward outside reduces at once, and adds to what its owners have ("sharded")."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
+        return set_attributes(self, _sync=False)
 
     def step(self) -> Stats:
         """Complete every gradient, clip, step the optimizer. All ranks step or none does."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.core import rng
+from isograd.core.attributes import set_attributes
 from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
 from isograd.hf.initial_values import Folder, Random
@@ -100,18 +101,10 @@ def refuse_adapter(adapter: Any, mesh: Mesh) -> Any:
     return peft
 
 
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
+def without_adapters(model: nn.Module) -> AbstractContextManager[None]:
     """Forwards in here are those of the model that the adapters were put into."""
     adapted = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-    before = [module._disable_adapters for module in adapted]
-    for module in adapted:
-        module._disable_adapters = True  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for module, value in zip(adapted, before, strict=True):
-            module._disable_adapters = value
+    return set_attributes(*adapted, _disable_adapters=True)
 
 
 def smaller(adapter: Any) -> Any:

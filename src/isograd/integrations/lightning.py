@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from isograd.core.attributes import set_attributes
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
 from isograd.integrations.optimizer import EngineOptimizer, full_parameters, load_state, on_shards, save_state
@@ -187,14 +188,9 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
                 engine.backward(loss, weighs)
         return precision.post_backward(closure_loss, module)  # type: ignore[no-any-return]
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Backwards in here add up on this rank."""
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
+        return set_attributes(self, _syncing=False)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The closure (forward and backward), Lightning's hooks, and the engine's step, which clips."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm.consensus import all_gather_object
+from isograd.core.attributes import set_attributes
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Stats
@@ -200,11 +201,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             if getattr(self.model, "_isograd_trained_by", None) != id(self.engine):
                 raise IntegrationError("IG858", where=self.mesh.describe_rank())
             self.engine.discard()
-        self.is_distributed_loading_by_transformers = True  # the path of models that reduce by themselves
-        try:
+        with set_attributes(self, is_distributed_loading_by_transformers=True):  # models that reduce by themselves
             return super()._prepare_for_training(*args, **kwargs)
-        finally:
-            self.is_distributed_loading_by_transformers = False
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """The Trainer's. A checkpoint from which a run would go on otherwise than without the cut is refused."""
