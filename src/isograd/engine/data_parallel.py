@@ -171,8 +171,7 @@ class DataParallel(nn.Module):
             scale = 2.0 ** math.floor(math.log2(weight))
         adds_nothing = validation.adds_nothing(loss, weight, self.mesh)
         note = partial(self._note, weight, 0.0 if adds_nothing else weight / scale if scale else 1.0)
-        weighed: Tensor = _Weighed.apply(loss, scale, note)  # type: ignore[no-untyped-call]
-        return weighed
+        return _Weighed.apply(loss, scale, note)  # type: ignore[no-any-return, no-untyped-call]
 
     def _note(self, weight: float, factor: float) -> None:
         """A weighed loss goes backward."""

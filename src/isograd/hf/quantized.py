@@ -52,8 +52,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x W^T + b, with a gradient for x."""
-        product: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
-        return product
+        return _Product.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Product(torch.autograd.Function):

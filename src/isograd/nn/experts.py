@@ -68,8 +68,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Ends) -> Tensor:
         x, weight = x.to(narrow), weight.to(narrow)
     if _has_kernel(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends.there.to(torch.int32))
-    found: Tensor = _Grouped.apply(x, weight, ends.here)  # type: ignore[no-untyped-call]
-    return found
+    return _Grouped.apply(x, weight, ends.here)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
@@ -120,8 +119,7 @@ class _Grouped(torch.autograd.Function):
 
 def to_slots(x: Tensor, order: Tensor, k: int) -> Tensor:
     """x [T, h] -> [n, h]: the token of each slot in `order`. Its adjoint adds up each token's slots, in their order."""
-    slots: Tensor = _ToSlots.apply(x, order, k)  # type: ignore[no-untyped-call]
-    return slots
+    return _ToSlots.apply(x, order, k)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def from_slots(slots: Tensor, weights: Tensor, order: Tensor) -> Tensor:
@@ -129,14 +127,12 @@ def from_slots(slots: Tensor, weights: Tensor, order: Tensor) -> Tensor:
 
     Slots that are not in `order` add nothing, and their weights get a gradient of zero.
     """
-    y: Tensor = _FromSlots.apply(slots, weights, order)  # type: ignore[no-untyped-call]
-    return y
+    return _FromSlots.apply(slots, weights, order)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reorder(x: Tensor, order: Tensor) -> Tensor:
     """The rows of x in another order, a permutation; its adjoint puts them back."""
-    y: Tensor = _Reorder.apply(x, order)  # type: ignore[no-untyped-call]
-    return y
+    return _Reorder.apply(x, order)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _placed(rows: Tensor, order: Tensor, size: int) -> Tensor:
