@@ -27,7 +27,6 @@ from typing import Any
 
 from isograd.comm.device import Asked
 from isograd.comm.worker import GROUP, PARTS, Answer, Seat, main, stack_file
-from isograd.core.attributes import set_attributes
 from isograd.errors import IsogradError, LaunchError
 from isograd.io import tempdir
 
@@ -325,9 +324,12 @@ def _start_server() -> None:
         resource_tracker.ensure_running()  # which unblocks two of them
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP)
         # It makes its folder of sockets here, once: a launcher that is killed leaves none elsewhere.
-        home = tempdir.home()
-        with set_attributes(tempfile, tempdir=home if len(home) <= LONGEST_HOME else tempfile.tempdir):
+        others, home = tempfile.tempdir, tempdir.home()
+        tempfile.tempdir = home if len(home) <= LONGEST_HOME else others
+        try:
             forkserver.ensure_running()
+        finally:
+            tempfile.tempdir = others
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -26,7 +26,6 @@ from isograd.comm.group import Group, RankContext
 from isograd.comm.threads import ThreadTransport
 from isograd.comm.threads import member as thread_member
 from isograd.comm.transport import LOST_RANK, of_torch
-from isograd.core.attributes import set_attributes
 from isograd.errors import CommError, IsogradError, headline
 
 _timeout = timedelta(minutes=30)  # for which a collective waits for a silent rank
@@ -178,11 +177,14 @@ def _new_process_group(purpose: str, ranks: tuple[int, ...], index: int) -> Any:
     backend, store = distributed_c10d._world.pg_map[world]
     backend = "gloo" if purpose in ON_HOST else backend
     name: Any = " ".join(["isograd", purpose, *map(str, ranks)])
-    with set_attributes(world, bound_device_id=None):
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
         made, _ = distributed_c10d._new_process_group_helper(
             len(ranks), index, list(ranks), dist.Backend(backend), store, name, timeout=_timeout,
             device_id=_card(backend), group_desc=name,
         )  # fmt: skip
+    finally:
+        world.bound_device_id = bound
     distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from isograd.data.manifest import InputFile, Recipe
-from isograd.errors import DataError
+from isograd.errors import DataError, if_not_installed
 from isograd.io.no_follow import not_there
 from isograd.io.untrusted import parse_line
 
@@ -353,10 +353,8 @@ def _no_field(path: Path, start: int, seen: str, key: str, fix: str | None = Non
 
 
 def _parquet(path: Path) -> Any:
-    try:
+    with if_not_installed(lambda error: DataError("IG919", seen=error, path=path)):
         from pyarrow import parquet
-    except ImportError as error:
-        raise DataError("IG919", seen=error, path=path) from error
     try:
         columns = parquet.read_schema(path)
         texts = [field.name for field in columns if str(field.type) in ("string", "large_string", "binary")]

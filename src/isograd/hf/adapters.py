@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from isograd.core import rng
 from isograd.core.attributes import set_attributes
 from isograd.core.mesh import Mesh
-from isograd.errors import ModelError
+from isograd.errors import ModelError, if_not_installed
 from isograd.hf.initial_values import Folder, Random
 
 NAME = "default"  # of the adapter, as peft has it
@@ -65,17 +65,10 @@ def insert(model: Any, adapter: Any, dtype: torch.dtype, mesh: Mesh) -> None:
 
 def need_peft(mesh: Mesh) -> Any:
     """The package peft, or how to install it."""
-    try:
+    said = {"seen": "no module named 'peft'", "expected": "peft beside transformers", "fix": "pip install peft"}
+    where = mesh.describe_rank()
+    with if_not_installed(lambda _: ModelError("IG473", "adapters need the package peft", **said, where=where)):
         import peft
-    except ImportError as error:
-        raise ModelError(
-            "IG473",
-            "adapters need the package peft",
-            seen="no module named 'peft'",
-            expected="peft beside transformers",
-            fix="pip install peft",
-            where=mesh.describe_rank(),
-        ) from error
     return peft
 
 
