@@ -148,16 +148,11 @@ def check_options(
     """What one rank can say of its own model and options."""
     refuse_wrapped(model, mesh)
     check_pipeline(model, mesh, reproducible)
-    check_offload(offload, mesh)
     check_accumulation(accumulate, mesh, overlap=overlap, reproducible=reproducible)
-
-
-def check_offload(offload: bool, mesh: Mesh) -> None:
-    """Where there is only one memory, or whole parameters are stepped, there is nothing to move."""
-    if offload and mesh.layout.zero == 0:
+    if offload and mesh.layout.zero == 0:  # whole parameters are stepped
         raise EngineError("IG527", seen=f"offload=True under {str(mesh.layout)!r}", where=mesh.describe_rank())
     if offload and mesh.device.type == "cpu" and mesh.rank == 0:
-        warnings.warn("offload=True has no effect on the CPU: it has no second memory", stacklevel=3)
+        warnings.warn("offload=True has no effect on the CPU: it has no second memory", stacklevel=2)
 
 
 def check_accumulation(mode: str, mesh: Mesh, *, overlap: bool, reproducible: bool) -> None:
