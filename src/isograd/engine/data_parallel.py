@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -132,7 +133,9 @@ class DataParallel(nn.Module):
         self._window = Window(self._step_state)
         self.require_backward_grad_sync = True  # DDP's name; `no_sync` clears it
         self.require_forward_param_sync = True  # DDP's name, which accelerate sets; buffers are equal after a reduction
-        self.reducer = _Reducer()
+        # accelerate's trigger_sync_in_backward calls it before a backward whose forward ran under DDP's no_sync: each
+        # backward asks `require_backward_grad_sync`, and there is nothing to prepare.
+        self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)
         self._backward = _Backward()  # the running one
         self._steps = _Steps()
         for slot in self._plan.slots:
@@ -345,13 +348,6 @@ class DataParallel(nn.Module):
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view(buffer.shape))
-
-
-class _Reducer:
-    """What accelerate's trigger_sync_in_backward calls before a backward whose forward ran under DDP's no_sync."""
-
-    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Nothing to prepare: each backward asks `require_backward_grad_sync`, whatever its forward ran under."""
 
 
 class _Weighed(torch.autograd.Function):
