@@ -90,7 +90,9 @@ class Chats:
                     seen=f"the text before {words[:60]!r} has other tokens when the answer follows, or text after it",
                     fix="begin and end each answer with a special token in the template",
                 )
-            if not self._stops(ids[begin:end]):
+            answer = ids[begin:end]  # its last token is a special one, or white space behind a special one
+            last = next((place for place in range(len(answer), 0, -1) if answer[place - 1] in self.special), 0)
+            if not last or self.tokenizer.decode(list(answer[last:])).strip():
                 raise ChatError(
                     "IG993", "an answer does not end with a special token: the model would not learn to stop",
                     seen=f"it ends with {words[-40:]!r}, tokens {self.tokenizer.encode(words[-12:]).tokens[-4:]}",
@@ -118,11 +120,6 @@ class Chats:
             last = first + len(piece.ids)
             found.append(last if ids[first:last] == piece.ids else None)
         return found
-
-    def _stops(self, ids: Sequence[int]) -> bool:
-        """Whether the last token is a special one, or white space behind a special one."""
-        last = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in self.special), 0)
-        return bool(last) and not self.tokenizer.decode(list(ids[last:])).strip()
 
     @property
     def end(self) -> int:

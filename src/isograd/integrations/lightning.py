@@ -161,13 +161,6 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
             return self._cut_models.weight_of(loss, given, line)
         return self._label_counter.labels_of(loss) if given is None else given
 
-    def _weight_of(self, loss: Tensor, given: float | Tensor | None, engine: Engine) -> float | Tensor:
-        """given: by manual_backward, which comes before training_step returns."""
-        weight = self._weight
-        if not self.lightning_module.automatic_optimization:
-            weight = self._labels_of(loss, given, "self.manual_backward(self.model(**batch).loss)")
-        return self._label_counter.weight_of(loss, weight, engine, self._rows or 0)
-
     def backward(
         self,
         closure_loss: Tensor,
@@ -183,7 +176,11 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         engine = self._engine_of("backward")
         with nullcontext() if self._syncing else engine.no_sync():
             loss = closure_loss * divided if divided > 1 else closure_loss
-            weighs = self._weight_of(closure_loss, weight, engine)
+            if module.automatic_optimization:
+                weight = self._weight
+            else:  # manual_backward comes before training_step returns
+                weight = self._labels_of(closure_loss, weight, "self.manual_backward(self.model(**batch).loss)")
+            weighs = self._label_counter.weight_of(closure_loss, weight, engine, self._rows or 0)
             if self.mesh.size("pp") == 1:  # else at the step
                 engine.backward(loss, weighs)
         return precision.post_backward(closure_loss, module)  # type: ignore[no-any-return]

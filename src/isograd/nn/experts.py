@@ -66,15 +66,11 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Ends) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         narrow = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(narrow), weight.to(narrow)
-    if _has_kernel(x, weight):
+    # One kernel of torch takes the products and reads the ends on the card: bf16, rows of whole 16 bytes.
+    even = all(size % 8 == 0 for size in weight.shape[1:])
+    if hasattr(F, "grouped_mm") and x.dtype == torch.bfloat16 and even and on_ampere(x):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends.there.to(torch.int32))
     return _Grouped.apply(x, weight, ends.here)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether one kernel of torch takes the products and reads the ends on the card: bf16, rows of whole 16 bytes."""
-    even = all(size % 8 == 0 for size in weight.shape[1:])
-    return hasattr(F, "grouped_mm") and x.dtype == torch.bfloat16 and even and on_ampere(x)
 
 
 def _segments(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:

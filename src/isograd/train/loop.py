@@ -158,9 +158,11 @@ class _Run:
         self.copies: Copies | None = None
         after = config.resilience
         if after.after_death != "end" and mesh.layout.world_size > 1:
-            self.copies = Copies(self.task.engine, config.run, self._extra(), partner=after.copies == "partner")
-            stack.push(self._close_copies)
-            self.checks.from_copy = self.copies.restore
+            self.copies = copies = Copies(
+                self.task.engine, config.run, self._extra(), partner=after.copies == "partner"
+            )
+            stack.push(lambda kind, *_: copies.close(failed=kind is not None))
+            self.checks.from_copy = copies.restore
         self.waiting, self.stragglers, self.met = Waiting(), Stragglers(watchdog.hosts), time.perf_counter()
         stack.callback(self.waiting.close)
         self.log: journal.Journal | None = None
@@ -175,10 +177,6 @@ class _Run:
         self.sent = 0  # bytes, in steps
         self.waited = 0.0
         self.paused = 0.0  # seconds of evaluation and saving since the last line
-
-    def _close_copies(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert self.copies is not None
-        self.copies.close(failed=kind is not None)
 
     def _resume(self) -> int:
         if self.options.resume == "never":

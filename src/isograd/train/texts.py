@@ -20,13 +20,10 @@ from isograd.train.sections import Text
 
 def place(config: Config, number: int, text: Text) -> Path:
     """The folder of a source's token shards."""
-    if text.path and (config.task != "chat" or _is_built(Path(text.path))):
-        return Path(text.path)
+    given, built = Path(text.path or ""), (manifest.NAME, "building.json")
+    if text.path and (config.task != "chat" or any((given / name).exists() for name in built)):
+        return given
     return config.folder / "data" / str(number) if config.task == "chat" else config.folder / "data"
-
-
-def _is_built(path: Path) -> bool:
-    return (path / manifest.NAME).exists() or (path / "building.json").exists()
 
 
 def prepare(config: Config) -> None:

@@ -125,7 +125,9 @@ class UlyssesSPDataLoaderAdapter:
         while True:
             raised: Exception | None = None
             try:
-                batch = _of_tensors(next(own, None))
+                batch = next(own, None)
+                if odd := [name for name, value in (batch or {}).items() if not isinstance(value, Tensor)]:
+                    refuse(f"a batch whose {odd} are no tensors", "tensors alone")
             except Exception as error:
                 batch, raised = None, error
             of_all = _of_all(batch, "" if raised is None else f"{type(raised).__name__}: {raised}", group)
@@ -140,12 +142,6 @@ class UlyssesSPDataLoaderAdapter:
                 return
             for batch in (one for one in of_all if isinstance(one, dict)):
                 yield _Rows({name: value.to(self.device) for name, value in batch.items()})
-
-
-def _of_tensors(batch: Mapping[str, Any] | None) -> Mapping[str, Tensor] | None:
-    if odd := [name for name, value in (batch or {}).items() if not isinstance(value, Tensor)]:
-        refuse(f"a batch whose {odd} are no tensors", "tensors alone")
-    return batch
 
 
 def _of_all(batch: Mapping[str, Tensor] | None, failed: str, group: Group) -> list[dict[str, Tensor] | str | None]:
