@@ -108,13 +108,8 @@ class CheckpointManager:
         except FileError as error:
             job = error.brief
         if job != self._job:
-            raise CheckpointError(
-                "IG932",
-                seen=f"job {job!r} in its lock",
-                where=self.mesh.describe_rank(),
-                folder=self.folder,
-                job=self._job,
-            )
+            where = self.mesh.describe_rank()
+            raise CheckpointError("IG932", where=where, folder=self.folder, job=self._job, other=job)
 
     # -- saving
 

@@ -297,12 +297,8 @@ def _utf8(path: Path, start: int, text: bytes) -> str:
         return found.removeprefix("\ufeff") if start == 0 else found  # how some editors begin a file
     except UnicodeDecodeError as error:
         place = start + error.start
-        raise DataError(
-            "IG912",
-            seen=f"byte 0x{text[error.start]:02x} at place {place} of the file",
-            path=path,
-            line=_line(path, place),
-        ) from error
+        byte, line = text[error.start], _line(path, place)
+        raise DataError("IG912", path=path, line=line, byte=byte, place=place) from error
 
 
 def _line(path: Path, place: int) -> int:

@@ -11,7 +11,9 @@ IG103: layout {layout!r} has no such rank
 IG104: blocks of {length} do not divide axis {axis} of {size} ranks
   expected: a divisor of {size}
 IG110: layout {layout!r} needs {needed} ranks, this world has {size}
+  seen:     world of {size}
   expected: world of {needed}
+  fix:      start {needed} ranks, or one of these layouts fits {size}: {fits}
 IG111: a mesh of a running world cannot be pickled, nor a model that holds one
   expected: torch.save(model.state_dict(), ...), or isograd.checkpoint.CheckpointManager, which saves any layout
   fix:      build the model again from its config on the mesh of the world that loads it, then load its state
@@ -34,6 +36,7 @@ IG299: the port at which ranks meet is used by another program
   expected: a free port of the first machine
   fix:      ss -ltnp names the program (an earlier run?): end it, or take another MASTER_PORT on all machines
 IG301: parameter {leaf!r} of an isograd layer has no contract
+  seen:     {kind} made it without declare(), or it was replaced later
   expected: declare(parameter, mesh, shape=..., shards=..., partial_over=...) where it is made
 IG302: a parameter's local shape contradicts its contract
   expected: {local} of global {shape}
@@ -293,6 +296,7 @@ IG911: {path} is empty
   expected: text
   fix:      leave it out
 IG912: {path}, line {line}: not UTF-8 text
+  seen:     byte 0x{byte:02x} at place {place} of the file
   expected: UTF-8
   fix:      convert it, for example with iconv -t UTF-8
 IG913: {path}, line {line}: no text there
@@ -334,6 +338,7 @@ IG931: another job writes its checkpoints into {folder}
   expected: one job in a folder
   fix:      stop that job, or give this run another folder
 IG932: the folder {folder} is not the one that rank 0 sees
+  seen:     job {other!r} in its lock
   expected: job {job!r}, as rank 0 has written it
   fix:      name a folder on a file system that all machines share
 IG933: the ranks are not between the same two steps
@@ -353,6 +358,7 @@ IG938: {name} has the state of another optimizer
   fix:      use that optimizer again; or take the weights alone: weights=ig.checkpoint.SavedWeights(path), or 'isograd
             ckpt convert' and model.path in a config
 IG939: {name} was written by an isograd of another format
+  seen:     format version {other}, written by {by}
   expected: version {version}
   fix:      read it with the isograd that wrote it; 'isograd ckpt convert' of that one makes a Hugging Face folder
 IG940: the ranks together did not write every element once
