@@ -97,6 +97,10 @@ IG421: no safetensors in {place}
 IG422: the stored {name!r} has another shape
   expected: {shape}, as the model has it
   fix:      build the model with the config that the weights were made with
+IG423: the weights were opened for another model: {name!r} differs
+  seen:     {shape} in the model
+  expected: {stored}, as the config says that HuggingFace(...) was given
+  fix:      give both the same config
 IG424: shards of {place} are missing
   expected: every file that model.safetensors.index.json names
   fix:      copy the folder again
@@ -104,6 +108,8 @@ IG425: an answer has no log probability under the model that the run starts from
   expected: a number for each answer of a pair that fits
   fix:      weights (model.path) whose logits are finite
 IG430: unknown order {order!r} of sequence blocks
+IG432: the attention function inside Ulysses returned a shape that differs from its queries
+  fix:      return [{order}], the order of dimensions it is given
 IG441: the attention of {name} cannot be reached
   expected: a causal language model of transformers, whose tokens are mixed by its attention interface only
   fix:      isograd.models.Transformer, or isograd.sequence.attend inside the model's own attention
@@ -115,6 +121,10 @@ IG452: the capacity of experts per {capacity_scope} would change with the layout
             micro-batches
   expected: 'sequence': tokens are dropped among those of their own sequence
   fix:      leave capacity_scope out; or leave capacity out, and no token is dropped
+IG453: {number} experts cannot be dealt out over ep{ranks}{few}
+  seen:     {number} experts, ep{ranks}
+  expected: an ep that divides the number of experts
+  fix:      the nearest that does is ep{nearest}
 IG454: the balance loss of the whole batch needs the counts of all its micro-batches before the first backward
   expected: engine.train_step(batch, micro_batches=k) or engine.accumulate, which count first
   fix:      call engine.count(batch, micro_batches) before the step's first forward; or balance 'lagged', which takes
@@ -134,12 +144,19 @@ IG465: {what_is_cut} cannot be cut over {axis}{size}
 IG468: {model} would not train right under {layout!r}: gradients differ from one device's
   expected: at most {limit} in fp64
   fix:      its tensor plan does not say all that must be summed: leave tp out (dp and zero need no plan)
+IG470: nothing says what the layers of {model} are
+  expected: a pipeline plan that names one list, or one list of num_hidden_layers modules
+  fix:      leave pp and sp out
 IG471: {name} cannot be cut into stages: its layers need more than the output of the layer before
   expected: layers that are given the output of the one before, and what is made of tokens and positions
   fix:      leave pp out: dp, tp and zero0 to zero3 take such a model
 IG472: {name} has no experts that could be dealt out over ep
   expected: a plan whose style {style!r} names a module of the model
   fix:      leave ep out; tp, dp and zero need no expert plan
+IG474: the loss of {model} is not the mean of the labels that count
+  seen:     of one micro-batch: {found} (of a part, of the batch as it is, and cross entropy of its logits)
+  expected: three equal numbers: a step of several micro-batches weighs each by its labels
+  fix:      ig.Engine takes any module, with a loss and its weight of your own
 IG475: {name} of a model of which each rank has a part
   expected: ig.hf.export_hf(engine, folder), on all ranks
   fix:      export the folder, and load it on one device to push it
@@ -216,6 +233,10 @@ IG800: the schedule {name!r} cannot run
   expected: F, then B or I and W, once for each stage and micro-batch, in an order without a deadlock
 IG801: stage {stage} must pass on a tensor or a tuple of tensors
   expected: what the next stage takes; only the last stage returns (loss, weight)
+IG802: the output of stage {stage} cannot be described to the next stage
+  expected: a few tensors of {known}
+IG803: stage {stage} returned other shapes than before for a micro-batch of the same shapes
+  fix:      make the shapes between stages depend only on the shapes of the micro-batch
 IG804: pipeline ranks were given different batches
   seen:     {count} micro-batches {does} here, unlike those of ranks {unlike} in number, shape or use
   expected: the same call with the same micro-batches on every rank of the pp axis
@@ -254,6 +275,11 @@ IG860: {place} is no checkpoint of this integration
 IG862: join_uneven_inputs is torch's Join, which knows DDP
   expected: ranks that run as many backwards, each with its weight
   fix:      for batch in model.until_all_exhausted(loader): None calls model.skip()
+IG864: the numbers of a DeepSpeed config do not fit together
+  seen:     train_batch_size {whole}, train_micro_batch_size_per_gpu {each}, gradient_accumulation_steps {steps},
+            {ranks} ranks, {shared} of which share their rows
+  expected: train_batch_size = micro-batch * accumulation steps * data ranks
+  fix:      give the number of ranks with --ranks, or change the file
 IG866: {loop} asks for what one engine for each model cannot do
 IG867: {name} has no optimizer's state of isograd beside it
   expected: a checkpoint that was saved with this strategy, with its folder
@@ -268,6 +294,9 @@ IG870: another rank has left the loop
 IG871: a training_step goes backward by itself, and nothing says what its loss is the mean of
   expected: super().training_step(model, inputs, num_items_in_batch)
   fix:      override compute_loss, or loss_weight, instead
+IG873: {how}, and a checkpoint does not have it
+  seen:     a checkpoint of step {step}
+  expected: a run that goes on as it would have without the cut
 IG900: {folder} holds no tokens
   expected: a folder with manifest.json, as isograd data build makes it
 IG901: {path} is not a manifest that this version reads
@@ -416,6 +445,10 @@ IG968: batch norm would normalise over one chunk instead of the batch: {names}
   fix:      use layer, group or RMS norm, or put these modules into eval mode
 IG969: ClipLoss was given a rank and a world size that are not those of the running world
 IG970: CachedInfoNCE does not support this value of {name!r}
+IG971: GradientCache would leave out the balance loss of experts: {layers}
+  seen:     {count} layers of experts with a balance loss or a z-loss
+  expected: experts whose load a loss does not even: the encoder of a chunk returns vectors alone
+  fix:      balance 'none' and z_weight 0; choice_bias evens the load without a loss
 IG972: an encoder changed a tensor that its backward needs, or its inputs, in place
   expected: what autograd has saved to be as it was
   fix:      do not change inputs in place, nor activations after they were used; chunks are views of one tensor, and

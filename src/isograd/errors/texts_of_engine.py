@@ -218,6 +218,9 @@ IG560: the term {name!r} is not (value, weight) or (value, weight, coefficient)
   fix:      Terms({name}=(loss, tokens)) or Terms({name}=(loss, sequences, 0.01))
 IG561: ranks announced different terms for one step
   expected: the same names on every rank; a weight of 0 where a rank has nothing of a term
+IG562: the term {name!r} was not announced for this step{hint}
+  expected: of those announced: {known}
+  fix:      engine.begin(..., {name}=...) on every rank, with its weight over the whole step
 IG563: the weights of the step's terms are not those that were announced
   expected: backwards whose weights add up to what engine.begin (or the model's term_weights) announced
   fix:      announce the sum over all micro-batches of the step, and run all of them

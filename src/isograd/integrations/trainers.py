@@ -208,14 +208,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         """The Trainer's. A checkpoint from which a run would go on otherwise than without the cut is refused."""
         epochs, micros = super()._init_training_state(*args, **kwargs)
         for what, fix in self._not_saved(micros).items() if self.state.global_step else ():
-            raise IntegrationError(
-                "IG873",
-                f"{what}, and a checkpoint does not have it",
-                seen=f"a checkpoint of step {self.state.global_step}",
-                expected="a run that goes on as it would have without the cut",
-                fix=fix,
-                where=self.mesh.describe_rank(),
-            )
+            step, where = self.state.global_step, self.mesh.describe_rank()
+            raise IntegrationError("IG873", fix=fix, where=where, how=what, step=step)
         return epochs, micros
 
     def _not_saved(self, micros: int) -> dict[str, str]:

@@ -354,11 +354,5 @@ def _refuse_balance(engine: Engine) -> None:
     layers = [(name, module.options) for name, module in engine.model.named_modules() if isinstance(module, MoE)]
     losing = [name for name, options in layers if options.balance != "none" or options.z_weight]
     if losing:
-        raise ContrastiveError(
-            "IG971",
-            f"GradientCache would leave out the balance loss of experts: {', '.join(losing[:6])}",
-            seen=f"{len(losing)} layers of experts with a balance loss or a z-loss",
-            expected="experts whose load a loss does not even: the encoder of a chunk returns vectors alone",
-            fix="balance 'none' and z_weight 0; choice_bias evens the load without a loss",
-            where=engine.mesh.describe_rank(),
-        )
+        where = engine.mesh.describe_rank()
+        raise ContrastiveError("IG971", where=where, layers=", ".join(losing[:6]), count=len(losing))
