@@ -35,15 +35,13 @@ from isograd.core.loss_terms import Terms
 from isograd.core.mesh import DATA, Mesh
 from isograd.core.step_counters import StepCounters
 from isograd.engine import batches, evaluation, muon, norm, step_status, validation
-from isograd.engine.blocks import homes, repeated_blocks
 from isograd.engine.device_decision import DeviceDecision, DeviceStep
-from isograd.engine.evaluation import Evaluation
+from isograd.engine.evaluation import Evaluation, Stats
 from isograd.engine.gradients import Gradients
 from isograd.engine.nonfinite import find_nonfinite
-from isograd.engine.plan import make_plan, slot_of
+from isograd.engine.plan import homes, make_plan, repeated_blocks, slot_of
 from isograd.engine.precision import LossScale
 from isograd.engine.reducer import ReduceWhen
-from isograd.engine.stats import Stats
 from isograd.engine.step import State, StepState
 from isograd.engine.step_status import Status, StepStatus, StepTotals
 from isograd.engine.term_weights import on_host
