@@ -44,7 +44,6 @@ PLAIN = (
 # Calls that move no gradient, weight or norm, each with the reason why no mutant is owed.
 EXEMPT = {
     "engine/muon.py:_exchange:raw.exchange": "no case has Muon: tests/engine/test_muon.py loses what it brings",
-    "engine/validation.py:most_trained:raw.gather_list": "compares counts at start: tests/pipeline/test_refusals.py",
     "engine/step_status.py:used_anywhere:raw.all_reduce": "a tie that some stages do not use: tests/pipeline",
     "engine/data_parallel.py:until_all_exhausted:raw.gather_list": "whether a rank has a batch left; moves no gradient",
     "engine/data_parallel.py:_equal_buffers:raw.broadcast_": "broken in tests/engine/test_data_parallel.py",
@@ -70,7 +69,7 @@ EXEMPT = {
     "engine/zero3/gather_check.py:_expect:raw.receive_start": "moves no number: tests/engine/test_units.py",
     "engine/zero3/gather_check.py:_send:raw.send_start": "moves no number: tests/engine/test_units.py",
     "core/contract.py:assemble:raw.all_gather": "gathers what tests look at; a wrong one fails every tp case",
-    "sequence/same_sequences.py:gather_whole:ops.all_gather": "logits for people; tests/models/test_cp.py",
+    "sequence/attend.py:gather_whole:ops.all_gather": "logits for people; tests/models/test_cp.py",
     "nn/loss.py:logits:ops.gather_for_identical_use": "logits for people; tests/models compares them with transformers",
 }
 

@@ -17,8 +17,7 @@ from isograd.models import Transformer, TransformerConfig
 from isograd.nn.moe import MoE
 from isograd.nn.routing import ExpertOptions
 from isograd.plan.check import check
-from isograd.plan.expert_load import evenly
-from isograd.plan.rehearse import rehearse, without_memory
+from isograd.plan.rehearse import evenly, rehearse, without_memory
 from tests.comm.test_fake import comparable
 
 EXPERTS = {"number": 8, "per_token": 2, "width": 20, "shared": 12, "balance": "lagged", "z_weight": 0.01}

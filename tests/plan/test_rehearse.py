@@ -19,7 +19,7 @@ from isograd.engine.step import StepState
 from isograd.models import Transformer, TransformerConfig
 from isograd.plan.check import Mismatch, check
 from isograd.plan.rehearse import RehearsedRank, kinds, rehearse, without_memory
-from isograd.plan.shapes import shapes
+from isograd.plan.shapes import Shapes
 from tests.comm.test_fake import comparable, imagined_ranks
 
 CONFIG = TransformerConfig(vocab=102, hidden=96, layers=2, heads=4, kv_heads=2, mlp=200, qk_norm=True, tied=True)
@@ -47,7 +47,7 @@ def wrong(layout: str) -> list[Mismatch]:
 @pytest.mark.parametrize("layout", ["tp2 sp"])
 def test_a_rank_without_memory_sends_what_one_with_memory_does(layout: str) -> None:
     whole = imagined_ranks(layout)
-    with shapes(200):
+    with Shapes(200):
         hollow = imagined_ranks(layout)
     assert [comparable(record) for record in hollow] == [comparable(record) for record in whole]
 
@@ -211,6 +211,6 @@ def test_replicas_that_both_write_are_named(monkeypatch) -> None:
 def test_as_many_rehearsals_as_one_likes_are_held_at_once() -> None:
     held = []
     for _ in range(40):  # a process has addresses for 31 ranges
-        with shapes(large=100) as rehearsal:
+        with Shapes(large=100) as rehearsal:
             held.append((rehearsal, torch.empty(1000) + 1))
     assert len({tensor.data_ptr() for _, tensor in held}) == 40

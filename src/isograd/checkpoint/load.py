@@ -21,6 +21,7 @@ from isograd.checkpoint.files import DTYPES, TORCH
 from isograd.checkpoint.manifest import CheckpointManifest, Damage, Saved, describe_model
 from isograd.checkpoint.read import Reader
 from isograd.comm.consensus import all_gather_object
+from isograd.core.rng import set_random_state
 from isograd.engine import Engine, state
 from isograd.engine.ema import switch
 from isograd.engine.muon import members
@@ -156,7 +157,8 @@ def _read(engine: Engine, reader: Reader, beat: Callable[[str], None]) -> None:
     wrong = state.not_finite(parts, reader.manifest.numbers["counts"])
     if wrong:
         raise Damage(f"NaN or Inf in {listed(wrong, SHOWN)}")
-    state.take_generators(ours, engine.mesh)
+    if ours:
+        set_random_state([part.tensor for part in ours], engine.mesh.device)
 
 
 def _has_averages(manifest: CheckpointManifest) -> bool:

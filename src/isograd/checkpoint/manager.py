@@ -112,13 +112,8 @@ class CheckpointManager:
         except FileError as error:
             job = error.brief
         if job != self._job:
-            raise CheckpointError(
-                "IG932",
-                seen=f"job {job!r} in its lock",
-                where=self.mesh.describe_rank(),
-                folder=self.folder,
-                job=self._job,
-            )
+            where = self.mesh.describe_rank()
+            raise CheckpointError("IG932", where=where, folder=self.folder, job=self._job, other=job)
 
     # -- saving
 
@@ -166,7 +161,8 @@ class CheckpointManager:
             raise NotFinite("IG946", seen="; ".join(shown), step=step)
 
     def _check_moment(self, step: int) -> None:
-        said = all_gather_object([step, state.is_between_steps(self.engine)], self.mesh)
+        now = self.engine.step_state  # a gradient is not part of what is kept
+        said = all_gather_object([step, now.empty and now.optimizer_inconsistent is None], self.mesh)
         busy = {True: "", False: ", with gradients under way, or a step failed half way"}
         unlike = {rank for rank, other in enumerate(said) if other != [step, True] or type(step) is not int or step < 0}
         if unlike:

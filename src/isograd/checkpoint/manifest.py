@@ -238,12 +238,8 @@ def _refuse_other_version(folder: Place, found: Any) -> None:
         raise Damage(f"{NAME} is no manifest of a checkpoint")
     version = found.get("version")
     if type(version) is int and version > 0 and version != VERSION:
-        raise CheckpointError(
-            "IG939",
-            seen=f"format version {version}, written by {str(found.get('written_by'))[:200]}",
-            name=folder.name,
-            version=VERSION,
-        )
+        by = str(found.get("written_by"))[:200]
+        raise CheckpointError("IG939", name=folder.name, version=VERSION, other=version, by=by)
     if version != VERSION:
         raise Damage(f"{NAME} has no version")
 

@@ -250,10 +250,9 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _dtype(name: str | None) -> Any:
-    import torch
+    from isograd.train.task import DTYPES as TYPES
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-    return dtypes[name] if name else None
+    return TYPES[name] if name else None
 
 
 def _written(place: object, out: Path, name: str | None = None) -> int:

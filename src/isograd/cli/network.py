@@ -74,12 +74,8 @@ def _start(options: argparse.Namespace) -> int:
     """This machine's ranks; the code of the first that fails."""
     nodes, number, each = options.nnodes, options.node_rank, options.nproc
     if nodes > 1 and not (options.master_addr and 0 <= number < nodes):
-        raise NetworkError(
-            "IG298", "several machines need --master-addr and --node-rank",
-            seen=f"--nnodes {nodes} --node-rank {number} --master-addr {options.master_addr}",
-            expected=f"--master-addr, and a --node-rank from 0 to {nodes - 1}",
-            fix="the same command on every machine, but for --node-rank",
-        )  # fmt: skip
+        seen = f"--nnodes {nodes} --node-rank {number} --master-addr {options.master_addr}"
+        raise NetworkError("IG298", seen=seen, expected=f"--master-addr, and a --node-rank from 0 to {nodes - 1}")
     place = {"MASTER_ADDR": options.master_addr or "", "MASTER_PORT": str(options.master_port)}
     if nodes == 1:
         with socket.socket() as free:

@@ -17,8 +17,8 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
@@ -323,8 +323,13 @@ def _start_server() -> None:
     try:
         resource_tracker.ensure_running()  # which unblocks two of them
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP)
-        with _temporary_files_in(tempdir.home()):
+        # It makes its folder of sockets here, once: a launcher that is killed leaves none elsewhere.
+        others, home = tempfile.tempdir, tempdir.home()
+        tempfile.tempdir = home if len(home) <= LONGEST_HOME else others
+        try:
             forkserver.ensure_running()
+        finally:
+            tempfile.tempdir = others
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -369,19 +374,6 @@ def _end_server() -> None:
 
 # Once multiprocessing has joined all children, and before it removes its temporary folder (-100).
 Finalize(None, _end_server, exitpriority=-50)
-
-
-@contextmanager
-def _temporary_files_in(folder: str) -> Iterator[None]:
-    """multiprocessing makes its folder of sockets here, once: a launcher that is killed leaves none elsewhere."""
-    if len(folder) > LONGEST_HOME:
-        yield
-        return
-    before, tempfile.tempdir = tempfile.tempdir, folder
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -68,8 +68,13 @@ def uncompiled(function: F) -> F:
     return cast(F, call)
 
 
+def _pair(x: Tensor, group: Group, forward: Move, adjoint: Move) -> Tensor:
+    """Nothing is moved in a group of one."""
+    return x if group.size == 1 else _moved(x, forward, adjoint)
+
+
 @uncompiled
-def _pair(x: Tensor, forward: Move, adjoint: Move) -> Tensor:
+def _moved(x: Tensor, forward: Move, adjoint: Move) -> Tensor:
     return _Pair.apply(x, forward, adjoint)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -79,16 +84,12 @@ def _identity(x: Tensor) -> Tensor:
 
 def copy_in(x: Tensor, group: Group) -> Tensor:
     """I -> R: x itself. Its adjoint sums the members' gradients."""
-    if group.size == 1:
-        return x
-    return _pair(x, _identity, lambda g: raw.all_reduce(g, group))
+    return _pair(x, group, _identity, lambda g: raw.all_reduce(g, group))
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """P -> I: the sum of the members' tensors. Its adjoint is the identity."""
-    if group.size == 1:
-        return x
-    return _pair(x, lambda t: raw.all_reduce(t, group), _identity)
+    return _pair(x, group, lambda t: raw.all_reduce(t, group), _identity)
 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -96,10 +97,8 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
 
     `sizes`: the length of each member's part along `dim`; left out, all are as long as mine.
     """
-    if group.size == 1:
-        return x
     parts = _gathered_sizes(x, group, dim, sizes)
-    return _pair(x, lambda t: _gather(t, group, dim, parts), lambda g: _scatter_sum(g, group, dim, parts))
+    return _pair(x, group, lambda t: _gather(t, group, dim, parts), lambda g: _scatter_sum(g, group, dim, parts))
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -107,26 +106,20 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] |
 
     `sizes`: the length of each member's part; left out, `dim` is cut evenly, and the group's size must divide it.
     """
-    if group.size == 1:
-        return x
     parts = _cut_sizes(x, group, dim, sizes)
-    return _pair(x, lambda t: _scatter_sum(t, group, dim, parts), lambda g: _gather(g, group, dim, parts))
+    return _pair(x, group, lambda t: _scatter_sum(t, group, dim, parts), lambda g: _gather(g, group, dim, parts))
 
 
 def gather_for_identical_use(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
     """V -> I: all_gather for a result that every member uses in the same way. Its adjoint takes my part."""
-    if group.size == 1:
-        return x
     parts = _gathered_sizes(x, group, dim, sizes)
-    return _pair(x, lambda t: _gather(t, group, dim, parts), lambda g: _take(g, group, dim, parts))
+    return _pair(x, group, lambda t: _gather(t, group, dim, parts), lambda g: _take(g, group, dim, parts))
 
 
 def slice(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
     """I -> V: my part of a value that all members hold. Its adjoint gathers the parts."""
-    if group.size == 1:
-        return x
     parts = _cut_sizes(x, group, dim, sizes)
-    return _pair(x, lambda t: _take(t, group, dim, parts), lambda g: _gather(g, group, dim, parts))
+    return _pair(x, group, lambda t: _take(t, group, dim, parts), lambda g: _gather(g, group, dim, parts))
 
 
 def all_to_all(
@@ -142,24 +135,20 @@ def all_to_all(
     x is complete along `split_dim` and has my part of `cat_dim`; for the result it is the other way round.
     `split_sizes` and `cat_sizes` are the lengths of all members' parts of the two dimensions; left out, all are equal.
     """
-    if group.size == 1:
-        return x
     if split_dim % x.dim() == cat_dim % x.dim():
         raise CommError("IG204", seen=f"dim {split_dim} twice")
-    splits = _cut_sizes(x, group, split_dim, split_sizes)
-    cats = _gathered_sizes(x, group, cat_dim, cat_sizes)
+    splits = split_dim, _cut_sizes(x, group, split_dim, split_sizes)
+    cats = cat_dim, _gathered_sizes(x, group, cat_dim, cat_sizes)
 
-    def move(t: Tensor, split: int, cat: int, split_parts: tuple[int, ...], cat_parts: tuple[int, ...]) -> Tensor:
-        shapes = []
+    def move(t: Tensor, cut: tuple[int, tuple[int, ...]], joined: tuple[int, tuple[int, ...]]) -> Tensor:
+        (split, split_parts), (cat, cat_parts), shapes = cut, joined, []
         for length in cat_parts:
             shape = list(t.shape)
             shape[split], shape[cat] = split_parts[group.index], length
             shapes.append(shape)
         return torch.cat(raw.all_to_all(t.split(list(split_parts), split), shapes, group), cat)
 
-    return _pair(
-        x, lambda t: move(t, split_dim, cat_dim, splits, cats), lambda g: move(g, cat_dim, split_dim, cats, splits)
-    )
+    return _pair(x, group, lambda t: move(t, splits, cats), lambda g: move(g, cats, splits))
 
 
 def exchange_rows(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -169,8 +158,6 @@ def exchange_rows(x: Tensor, group: Group, send: Sequence[int], receive: Sequenc
     Counts differ between members and may be 0. receive[i] is what member i has in send at my index: members tell each
     other before (raw.all_to_all of the counts). A member without any row calls this as the others do.
     """
-    if group.size == 1:
-        return x
     send, receive = tuple(send), tuple(receive)
     _cut_sizes(x, group, 0, send)
 
@@ -182,7 +169,7 @@ def exchange_rows(x: Tensor, group: Group, send: Sequence[int], receive: Sequenc
         handle.wait()
         return arrived
 
-    return _pair(x, lambda t: move(t, send, receive), lambda g: move(g, receive, send))
+    return _pair(x, group, lambda t: move(t, send, receive), lambda g: move(g, receive, send))
 
 
 def _gather(x: Tensor, group: Group, dim: int, sizes: tuple[int, ...]) -> Tensor:

@@ -108,16 +108,12 @@ def sit(seat: Seat) -> None:
         LOCAL_WORLD_SIZE=str(seat.nproc),
         OMP_NUM_THREADS=str(seat.threads),
     )
-    _be_called(f"isograd r{seat.rank}")
+    # For `ps -e`, `pkill -x`, and the kernel's log, which says whom it killed for want of memory. Linux alone has it.
+    with suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(f"isograd r{seat.rank}")
     if seat.nproc > 1:
         set_collective_timeout(seat.patience)
         world.join(seat.rank, seat.nproc, seat.directory, seat.interface, seat.device)
-
-
-def _be_called(name: str) -> None:
-    """Name this process for `ps -e`, `pkill -x`, and the kernel's log, which says whom it killed for want of memory."""
-    with suppress(OSError), open("/proc/self/comm", "w") as file:  # Linux alone has it
-        file.write(name)
 
 
 def _next(jobs: Connection, watcher: threading.Thread) -> Any:

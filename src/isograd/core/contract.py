@@ -123,9 +123,8 @@ def declare(
     weights of routed experts, whose gradient here is that of all tokens of the ep group.
     """
     _refuse_axes(shards, partial_over, data, mesh)
-    contract = Contract(
-        tuple(shape), tuple(s for s in shards if mesh.size(s.axis) > 1), partial_axes(mesh, partial_over), data
-    )
+    cut = tuple(shard for shard in shards if mesh.size(shard.axis) > 1)
+    contract = Contract(tuple(shape), cut, tuple(axes for axes in partial_over if mesh.size(axes) > 1), data)
     expected = tuple(stop - start for start, stop in contract.local(mesh))
     if tuple(parameter.shape) != expected:
         raise ContractError(
@@ -170,11 +169,6 @@ def set_metadata(parameter: torch.Tensor, marks: Mapping[str, Any]) -> None:
     """Attach to a copy of a parameter what `metadata_of` returned for the original."""
     for mark, value in marks.items():
         setattr(parameter, mark, value)
-
-
-def partial_axes(mesh: Mesh, partial_over: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes of more than one rank under this mesh."""
-    return tuple(axes for axes in partial_over if mesh.size(axes) > 1)
 
 
 def assemble(local: torch.Tensor, contract: Contract, mesh: Mesh) -> torch.Tensor:

@@ -90,12 +90,7 @@ def contracts(model: nn.Module, mesh: Mesh) -> ContractTable:
             contract = contract_of(parameter)
             if contract is None:
                 if type(module).__module__.startswith("isograd."):
-                    raise ContractError(
-                        "IG301",
-                        seen=f"{type(module).__name__} made it without declare(), or it was replaced later",
-                        where=mesh.describe_rank(),
-                        leaf=leaf,
-                    )
+                    raise ContractError("IG301", where=mesh.describe_rank(), leaf=leaf, kind=type(module).__name__)
                 contract = Contract(tuple(parameter.shape))
             records.append(ContractRow(leaf, parameter, contract))
     return ContractTable(records, mesh)

@@ -27,6 +27,7 @@ from torch.utils import _pytree as tree
 from isograd.comm.consensus import all_gather_object
 from isograd.comm.fingerprint import fingerprint
 from isograd.comm.ops import uncompiled
+from isograd.core.attributes import set_attributes
 from isograd.core.mesh import Mesh
 from isograd.core.rng import Key
 from isograd.errors import EngineError, ModelError
@@ -144,21 +145,9 @@ class InputChecks:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Forwards in here, under no_grad, are counted by themselves; what the running step was given is kept."""
-        before = self._digest, [layer.seen for layer in self._layers]
-        self.clear()
-        self._set_evaluating(True)
-        try:
+        layers = set_attributes(*self._layers, seen=None, evaluating=True)
+        with set_attributes(self, _digest=None, _evaluating=True), layers:
             yield
-        finally:
-            self._set_evaluating(False)
-            self._digest = before[0]
-            for layer, seen in zip(self._layers, before[1], strict=True):
-                layer.seen = seen
-
-    def _set_evaluating(self, evaluating: bool) -> None:
-        self._evaluating = evaluating
-        for layer in self._layers:
-            layer.evaluating = evaluating
 
     def columns(self) -> Tensor:
         """float64 [2] on the mesh's device: the digest, and how many ids and scores were wrong. Exact."""

@@ -38,15 +38,8 @@ class Mesh:
         layout = layout if isinstance(layout, Layout) else Layout.parse(str(layout))
         rank, size = comm_world.world(device)
         if size != layout.world_size:
-            raise LayoutError(
-                "IG110",
-                seen=f"world of {size}",
-                fix=f"start {layout.world_size} ranks, or one of these layouts fits {size}: "
-                + "; ".join(str(fit) for fit in layout.fits(size)),
-                layout=str(layout),
-                needed=layout.world_size,
-                size=size,
-            )
+            fits = "; ".join(str(fit) for fit in layout.fits(size))
+            raise LayoutError("IG110", layout=str(layout), needed=layout.world_size, size=size, fits=fits)
         self._setup(layout, rank, bound=True)
         if device is not None:
             self.device = torch.device(device)

@@ -12,13 +12,14 @@ over the step's micro-batches without gradients, and `step_total` are the counts
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
+from isograd.core.attributes import set_attributes
 from isograd.core.mesh import Mesh
 
 CUT = "dp cp tp"  # the axes over which tokens may be cut
@@ -86,28 +87,14 @@ class StepCounters:
         for counter in self.members:
             counter.local = counter.step_total = None
 
-    @contextmanager
-    def ignoring(self) -> Iterator[None]:
+    def ignoring(self) -> AbstractContextManager[None]:
         """The forwards in here count for nothing: their rows stand in for rows that are not there."""
-        for counter in self.members:
-            counter.ignoring = True
-        try:
-            yield
-        finally:
-            for counter in self.members:
-                counter.ignoring = False
+        return set_attributes(*self.members, ignoring=True)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """The forwards in here count for `step_total`, and for nothing else. All ranks together."""
-        before = [counter.local for counter in self.members]
-        for counter in self.members:
-            counter.local, counter.counting = None, True
-        try:
-            with torch.no_grad():
-                yield
-                for counter, counts in zip(self.members, self._summed(), strict=True):
-                    counter.step_total = counts
-        finally:
-            for counter, local in zip(self.members, before, strict=True):
-                counter.local, counter.counting = local, False
+        with set_attributes(*self.members, local=None, counting=True), torch.no_grad():
+            yield
+            for counter, counts in zip(self.members, self._summed(), strict=True):
+                counter.step_total = counts

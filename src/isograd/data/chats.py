@@ -32,7 +32,7 @@ import numpy as np
 from isograd.data.dropped_content import no_chat, parts, refuse_dropped_content, strings
 from isograd.data.manifest import SpecialTokens, Vocabulary
 from isograd.data.tokenizer import Ids, Tokenizer, load_json, of_bytes, of_json, special_pattern
-from isograd.errors import ChatError, DataError, did_you_mean
+from isograd.errors import ChatError, DataError, did_you_mean, if_not_installed
 from isograd.io.untrusted import parse_line
 
 if TYPE_CHECKING:
@@ -373,15 +373,9 @@ def tokenizer_in_worker(
 
 
 def _open(folder: Path) -> Any:
-    try:
+    seen, fix = "conversations need the transformers package: ", "pip install transformers"
+    with if_not_installed(lambda error: DataError("IG914", seen=f"{seen}{error}", fix=fix, path=folder)):
         from transformers import AutoTokenizer
-    except ImportError as error:
-        raise DataError(
-            "IG914",
-            seen=f"conversations need the transformers package: {error}",
-            fix="pip install transformers",
-            path=folder,
-        ) from error
     try:
         if not folder.is_dir():
             raise OSError(f"no folder {folder}")

@@ -127,14 +127,7 @@ def _pair(
     is. names: of the two answers, equal where there is one."""
 
     def refused(seen: str) -> DataError:
-        return DataError(
-            "IG927",
-            seen=seen[:200],
-            path=file,
-            number=number,
-            kind=form[0],
-            expected=form[1],
-        )
+        return DataError("IG927", seen=seen[:200], expected=form[1], path=file, number=number, kind=form[0])
 
     try:
         json.dumps(value, ensure_ascii=False).encode()

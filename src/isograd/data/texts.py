@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from isograd.data.manifest import InputFile, Recipe
-from isograd.errors import DataError
+from isograd.errors import DataError, if_not_installed
 from isograd.io.no_follow import not_there
 from isograd.io.untrusted import parse_line
 
@@ -297,12 +297,8 @@ def _utf8(path: Path, start: int, text: bytes) -> str:
         return found.removeprefix("\ufeff") if start == 0 else found  # how some editors begin a file
     except UnicodeDecodeError as error:
         place = start + error.start
-        raise DataError(
-            "IG912",
-            seen=f"byte 0x{text[error.start]:02x} at place {place} of the file",
-            path=path,
-            line=_line(path, place),
-        ) from error
+        byte, line = text[error.start], _line(path, place)
+        raise DataError("IG912", path=path, line=line, byte=byte, place=place) from error
 
 
 def _line(path: Path, place: int) -> int:
@@ -353,10 +349,8 @@ def _no_field(path: Path, start: int, seen: str, key: str, fix: str | None = Non
 
 
 def _parquet(path: Path) -> Any:
-    try:
+    with if_not_installed(lambda error: DataError("IG919", seen=error, path=path)):
         from pyarrow import parquet
-    except ImportError as error:
-        raise DataError("IG919", seen=error, path=path) from error
     try:
         columns = parquet.read_schema(path)
         texts = [field.name for field in columns if str(field.type) in ("string", "large_string", "binary")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.data.manifest import TOKENIZER, SpecialTokens, Vocabulary
-from isograd.errors import DataError
+from isograd.errors import DataError, if_not_installed
 from isograd.io.untrusted import read_bytes, read_json, read_text
 
 if TYPE_CHECKING:
@@ -126,20 +126,19 @@ def of_bytes(vocabulary: Vocabulary) -> Tokenizer:
 
 def load_json(text: str, path: Path) -> Loaded:
     """The tokenizer of a tokenizer.json, which adds, cuts and pads nothing."""
-    try:
+    with if_no_tokenizers(path, "pip install tokenizers, or use bytes"):
         from tokenizers import Tokenizer as Loaded
-    except ImportError as error:
-        raise DataError(
-            "IG914",
-            seen=f"it needs the tokenizers package: {error}",
-            fix="pip install tokenizers, or use bytes",
-            path=path,
-        ) from error
     with _tokenizer_errors(path):
         loaded = Loaded.from_str(text)
     loaded.no_truncation()
     loaded.no_padding()
     return loaded
+
+
+def if_no_tokenizers(path: object, fix: str) -> AbstractContextManager[None]:
+    """Around the import of the library of Hugging Face. path: for what it is needed."""
+    seen = "it needs the tokenizers package: "
+    return if_not_installed(lambda error: DataError("IG914", seen=f"{seen}{error}", fix=fix, path=path))
 
 
 def files_beside(name: str) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from isograd.data.building import SHARD
 from isograd.data.chats import conversation
 from isograd.data.manifest import Documents, Recipe, left_out_text
 from isograd.data.texts import cut, find_inputs, read
-from isograd.data.tokenizer import find_tokenizer
+from isograd.data.tokenizer import find_tokenizer, if_no_tokenizers
 from isograd.errors import ChatError, DataError
 
 SPECIAL = [builtin_chats.END, builtin_chats.START, builtin_chats.STOP]
@@ -35,12 +35,8 @@ def train_tokenizer(
 ) -> tuple[int, str]:
     """Writes a new folder; (the size of the vocabulary, which is smaller than asked for where the text has no more
     merges; the lines that are no conversation and were passed over, in words). The same inputs give the same one."""
-    try:
+    with if_no_tokenizers(out, "pip install 'isograd[hf]'"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise DataError(
-            "IG914", seen=f"it needs the tokenizers package: {error}", fix="pip install 'isograd[hf]'", path=out
-        ) from error
     folder, least = Path(out), 256 + len(SPECIAL)
     if vocabulary < least:
         raise DataError("IG924", seen=f"a vocabulary of {vocabulary}", expected=f"at least {least}: bytes and special")

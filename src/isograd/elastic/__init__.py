@@ -15,8 +15,7 @@ train/run/survive.py puts them together.
 """
 
 from isograd.elastic.copies import Copies, offers
-from isograd.elastic.progress import process_progress
-from isograd.elastic.recovery import Recovery
+from isograd.elastic.progress import Recovery, process_progress
 from isograd.elastic.worker_pool import Attempt, WorkerPool
 
 __all__ = ["Attempt", "Copies", "Recovery", "WorkerPool", "offers", "process_progress"]

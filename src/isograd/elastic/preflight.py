@@ -249,13 +249,7 @@ def analyze(found: Preflight) -> list[NetworkError]:
     if found.broken:
         ends = [(facts[link.source], facts[link.target], link.error) for link in found.broken]
         said = [f"{_place(a)} to {_place(b)} ({b.address}:{b.port}): {error}" for a, b, error in ends]
-        wrong.append(NetworkError(
-            "IG292", "connections between ranks cannot be made",
-            seen=_listed(said),
-            expected="TCP between all machines, in both directions, at any port above 1023",
-            fix="open these ports between the machines; ranks listen at ports that the system chooses "
-            "('sysctl net.ipv4.ip_local_port_range')",
-        ))  # fmt: skip
+        wrong.append(NetworkError("IG292", seen=_listed(said)))
     if found.joined:
         wrong.append(NetworkError(
             "IG297", f"a world of these ranks over {facts[0].backend} does not work, although their connections do",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -65,3 +66,26 @@ class StallTimer:
 
 
 process_progress = Progress()
+
+
+@dataclass
+class Recovery:
+    """How long one recovery took, from the first sign of a death to the first step that is finished after it: the
+    launcher's parts first, then those of a rank of the next world."""
+
+    began: float  # when the launcher saw that sign, by `time.monotonic`: all processes of a machine read one clock
+    ends: list[tuple[str, float]] = field(default_factory=list)  # of each part, when it ended
+
+    def done(self, part: str) -> None:
+        """A part has ended; the next one begins with it."""
+        self.ends.append((part, time.monotonic()))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What each part took."""
+        starts = [self.began, *(when for _, when in self.ends)]
+        return {part: when - before for (part, when), before in zip(self.ends, starts, strict=False)}
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items())
+        return f"recovered in {self.ends[-1][1] - self.began:.1f} s: {parts}"

@@ -27,9 +27,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +40,7 @@ from torch.utils import _pytree as tree
 
 from isograd.comm import raw, world
 from isograd.comm.world import abort_group_on_interrupt
+from isograd.core.attributes import set_attributes
 from isograd.core.contract_table import ContractTable, contracts
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
@@ -131,7 +133,9 @@ class DataParallel(nn.Module):
         self._window = Window(self._step_state)
         self.require_backward_grad_sync = True  # DDP's name; `no_sync` clears it
         self.require_forward_param_sync = True  # DDP's name, which accelerate sets; buffers are equal after a reduction
-        self.reducer = _Reducer()
+        # accelerate's trigger_sync_in_backward calls it before a backward whose forward ran under DDP's no_sync: each
+        # backward asks `require_backward_grad_sync`, and there is nothing to prepare.
+        self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)
         self._backward = _Backward()  # the running one
         self._steps = _Steps()
         for slot in self._plan.slots:
@@ -170,8 +174,7 @@ class DataParallel(nn.Module):
             scale = 2.0 ** math.floor(math.log2(weight))
         adds_nothing = validation.adds_nothing(loss, weight, self.mesh)
         note = partial(self._note, weight, 0.0 if adds_nothing else weight / scale if scale else 1.0)
-        weighed: Tensor = _Weighed.apply(loss, scale, note)  # type: ignore[no-untyped-call]
-        return weighed
+        return _Weighed.apply(loss, scale, note)  # type: ignore[no-any-return, no-untyped-call]
 
     def _note(self, weight: float, factor: float) -> None:
         """A weighed loss goes backward."""
@@ -184,14 +187,9 @@ class DataParallel(nn.Module):
             raise EngineError("IG538", seen=seen, where=self.mesh.describe_rank())
         self._backward = replace(now, weight=weight, factor=factor)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards in here add up locally; the next one outside reduces all of it once. Forwards do not matter."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
+        return set_attributes(self, require_backward_grad_sync=False)
 
     def skip(self) -> None:
         """Instead of a backward, on a rank without a batch: adds nothing, gets the others' gradients in `.grad`."""
@@ -350,13 +348,6 @@ class DataParallel(nn.Module):
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view(buffer.shape))
-
-
-class _Reducer:
-    """What accelerate's trigger_sync_in_backward calls before a backward whose forward ran under DDP's no_sync."""
-
-    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Nothing to prepare: each backward asks `require_backward_grad_sync`, whatever its forward ran under."""
 
 
 class _Weighed(torch.autograd.Function):

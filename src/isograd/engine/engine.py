@@ -28,21 +28,20 @@ from torch.profiler import record_function
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
 from isograd.comm.world import abort_group_on_interrupt
+from isograd.core.attributes import set_attributes
 from isograd.core.contract_table import ContractTable, contracts
 from isograd.core.input_checks import InputChecks
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import DATA, Mesh
 from isograd.core.step_counters import StepCounters
 from isograd.engine import batches, evaluation, muon, norm, step_status, validation
-from isograd.engine.blocks import homes, repeated_blocks
 from isograd.engine.device_decision import DeviceDecision, DeviceStep
-from isograd.engine.evaluation import Evaluation
+from isograd.engine.evaluation import Evaluation, Stats
 from isograd.engine.gradients import Gradients
 from isograd.engine.nonfinite import find_nonfinite
-from isograd.engine.plan import make_plan, slot_of
+from isograd.engine.plan import homes, make_plan, repeated_blocks, slot_of
 from isograd.engine.precision import LossScale
 from isograd.engine.reducer import ReduceWhen
-from isograd.engine.stats import Stats
 from isograd.engine.step import State, StepState
 from isograd.engine.step_status import Status, StepStatus, StepTotals
 from isograd.engine.term_weights import on_host
@@ -106,9 +105,8 @@ class Engine:
 
         self.table, owners, first = validation.check_together(check_locally, mesh)
         self.pipeline = validation.pipeline_of(model, mesh, reproducible)
-        widest = validation.most_trained(self.table, mesh)
         options = {"clip": clip, "reproducible": reproducible, "overlap": overlap, "bucket_mb": bucket_mb}
-        validation.check_supported_parameters(model, self.table, mesh, options | {"loss_scale": loss_scale})
+        widest = validation.check_supported_parameters(model, self.table, mesh, options | {"loss_scale": loss_scale})
         stage = mesh.layout.zero
         parts = (repeated_blocks(model) if blocks is None else list(blocks)) if stage == 3 else []
         self.plan = make_plan(self.table, mesh, int(bucket_mb * 2**20), homes(parts), owners)
@@ -339,15 +337,10 @@ class Engine:
         with record_function(name), named, self.step_state.backward(self._reduce_when) as step_state:
             yield step_state
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards in here accumulate locally (`accumulate="local"`); the next one outside, or the step, reduces all
         of it once. A backward outside reduces at once, and adds to what its owners have ("sharded")."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
+        return set_attributes(self, _sync=False)
 
     def step(self) -> Stats:
         """Complete every gradient, clip, step the optimizer. All ranks step or none does."""

@@ -1,4 +1,4 @@
-"""What an evaluation found: the mean loss of all data ranks' batches, and of several terms the mean of each."""
+"""What a step did, and what an evaluation found: the mean loss of all data ranks' batches, and that of each term."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from isograd.core.loss_terms import Terms
+from isograd.engine.nonfinite import NonFiniteReport
 from isograd.engine.term_weights import Mean, mean_of, weighted
 
 COLUMNS = 3  # of `columns`
@@ -23,6 +24,19 @@ class Evaluation:
     loss: float
     weight: float  # of several terms, the first one's that has any
     terms: Mapping[str, Mean] = field(default_factory=dict)  # of a model that returns several
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one step did; equal on all ranks."""
+
+    loss: float  # sum of weighted losses / global weight: the number that was optimized
+    grad_norm: float  # of the mean gradient, before clipping
+    weight: float  # global: all tokens (rows, ...) of the step; of several terms, the first one's that has any
+    skipped: bool  # the norm was not finite: no rank stepped
+    loss_scale: float
+    terms: Mapping[str, Mean] = field(default_factory=dict)  # of a step of several; `loss` is their weighted sum
+    nonfinite: NonFiniteReport | None = None  # where, in a step that was skipped
 
 
 def columns(results: Sequence[Any], device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as tree
 
 from isograd.errors import EngineError
 
@@ -29,21 +30,11 @@ class GradPlaceholder(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        found = _first(args)
+        found = next((arg.slot_name for arg in tree.tree_leaves(args) if isinstance(arg, GradPlaceholder)), "")
         raise EngineError("IG551", found=found, func=func)
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return f"GradPlaceholder({self.slot_name!r}: engine.grads() shows gradients)"
-
-
-def _first(args: Any) -> str:
-    """The name of the first stand-in among nested arguments."""
-    for arg in args if isinstance(args, list | tuple) else [args]:
-        if isinstance(arg, GradPlaceholder):
-            return arg.slot_name
-        if isinstance(arg, list | tuple) and (found := _first(arg)):
-            return found
-    return ""
 
 
 def changed_by_hand(whose: str, where: str, seen: str = "zero_grad(), or an assignment to .grad") -> EngineError:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
-from isograd.core.contract import Shard
 from isograd.core.contract_table import ContractTable
 from isograd.core.mesh import DATA, Mesh
 from isograd.engine.plan import Slot
@@ -172,7 +171,8 @@ class TensorParallelMuon:
     def __init__(self, slots: Sequence[Slot], mesh: Mesh, owners: Mapping[str, int | None], stage: int) -> None:
         """`owners`: the data rank of each. At stage 0 all data ranks step."""
         self.group = mesh.group("tp")
-        cut = {slot: shard for slot in slots if slot.name in owners and (shard := cut_over_tp(slot)) is not None}
+        named = [slot for slot in slots if slot.name in owners and not slot.contract.per_expert]
+        cut = {slot: slot.contract.shards[0] for slot in named if slot.contract.shards}
         self._homes: dict[str, int] = {}
         for owner in {owners[slot.name] for slot in cut}:
             sizes = {s.name: math.prod(s.contract.shape) for s in cut if owners[s.name] == owner}
@@ -243,9 +243,3 @@ class TensorParallelMuon:
         arrived = [iter(tensors) for tensors in into]
         for member, place in received:
             place.copy_(next(arrived[member]))
-
-
-def cut_over_tp(slot: Slot) -> Shard | None:
-    """How tp cuts a matrix; None: it does not."""
-    shards = slot.contract.shards
-    return shards[0] if slot.uncut_matrix and not slot.contract.per_expert and shards else None

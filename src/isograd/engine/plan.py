@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,7 @@ from isograd.core.contract_table import ContractRow, ContractTable
 from isograd.core.mesh import DATA, Mesh
 
 ALIGN = 64  # elements
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def cut_rows(shape: Sequence[int], owners: int) -> tuple[int, ...]:
@@ -149,18 +151,28 @@ def make_plan(
 def _buckets(slots: list[Slot], limit: int, homes: Mapping[int, nn.Module]) -> list[list[Slot]]:
     """Reverse order of registration: about the order in which backward finishes. One dtype in each."""
     buckets: list[list[Slot]] = []
-    size = 0
+    last, size = None, 0
     for slot in reversed(slots):
         bytes_here = slot.parameter.numel() * slot.dtype.itemsize
-        last = buckets[-1][-1] if buckets else None
-        fits = last is not None and size + bytes_here <= limit
-        if not fits or last is None or _kind(last, homes) != _kind(slot, homes):
+        kind = slot.parameter.dtype, homes.get(id(slot.parameter)), slot.has_one_owner
+        if kind != last or size + bytes_here > limit:
             buckets.append([])
             size = 0
         buckets[-1].append(slot)
-        size += bytes_here
+        last, size = kind, size + bytes_here
     return buckets
 
 
-def _kind(slot: Slot, homes: Mapping[int, nn.Module]) -> tuple[torch.dtype, nn.Module | None, bool]:
-    return slot.parameter.dtype, homes.get(id(slot.parameter)), slot.has_one_owner
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of the outermost lists and sequences of modules that have parameters."""
+    members = [m for m in model.children() if any(True for _ in m.parameters())]
+    if isinstance(model, CONTAINERS) and len(members) > 1:
+        return members
+    return [block for child in model.children() for block in repeated_blocks(child)]
+
+
+def homes(blocks: Sequence[nn.Module]) -> dict[int, nn.Module]:
+    """The block of each parameter (by id) that only one block holds: it has its gradient when that one is done."""
+    pairs = [(id(p), block) for block in dict.fromkeys(blocks) for p in dict.fromkeys(block.parameters())]
+    holders = Counter(key for key, _ in pairs)
+    return {key: block for key, block in pairs if holders[key] == 1}

@@ -132,12 +132,6 @@ class Reducer:
             before = self.reduced.get(slot)
             self.reduced[slot] = piece if before is None else before.add_(piece)
 
-    def take_reduced(self) -> dict[Slot, Tensor]:
-        """My rows, summed over the data axes; this object keeps none of them."""
-        found = dict(self.reduced)
-        self.reduced.clear()
-        return found
-
     # -- checks
 
     def not_finite(self, reduced: Mapping[Slot, Tensor]) -> set[int]:

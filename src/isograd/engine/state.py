@@ -457,21 +457,7 @@ def generators(mesh: Mesh) -> list[Part]:
     ]
 
 
-def take_generators(found: Iterable[Part], mesh: Mesh) -> None:
-    """Set torch's default generators to the states that were read into these parts."""
-    for part in found:
-        if "/cuda/" in part.key:
-            torch.cuda.set_rng_state(part.tensor, mesh.device)
-        else:
-            torch.set_rng_state(part.tensor)
-
-
 # -- between saving and loading --------------------------------------------------------------------------------------
-
-
-def is_between_steps(engine: Engine) -> bool:
-    """Whether nothing of a step is under way: a gradient is not part of what is kept."""
-    return engine.step_state.empty and engine.step_state.optimizer_inconsistent is None
 
 
 def meet_to_save(engine: Engine, opens: bool = False) -> None:

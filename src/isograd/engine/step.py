@@ -418,7 +418,7 @@ class StepState:
         with record_function("isograd: reduce gradients"):
             self.reducer.finish_all()
         self.reducer.check_sums(self.mesh)
-        reduced = self.reducer.take_reduced()
+        reduced = {slot: self.reducer.reduced.pop(slot) for slot in list(self.reducer.reduced)}
         # Sorted, because the two stages of a tie hold it at different places among their parameters.
         for axes in sorted({axes for slot in reduced for axes in slot.contract.partial_over}, reverse=True):
             owing = sorted((slot for slot in reduced if axes in slot.contract.partial_over), key=lambda slot: slot.name)

@@ -117,14 +117,9 @@ class TermWeights:
         """Refuse terms whose gradient would be wrong, before their backward begins."""
         for name, term in terms.items():
             if self.expected is not None and name not in self.names:
-                raise EngineError(
-                    "IG562",
-                    f"the term {name!r} was not announced for this step{did_you_mean(name, self.names)}",
-                    seen=f"terms {', '.join(terms)}",
-                    expected=f"of those announced: {', '.join(self.names) or 'none'}",
-                    fix=f"engine.begin(..., {name}=...) on every rank, with its weight over the whole step",
-                    where=self.mesh.describe_rank(),
-                )
+                known, hint = ", ".join(self.names) or "none", did_you_mean(name, self.names)
+                seen, where = f"terms {', '.join(terms)}", self.mesh.describe_rank()
+                raise EngineError("IG562", seen=seen, where=where, name=name, hint=hint, known=known)
             trains = bool(term.coefficient) and not _is_zero(term.weight)
             validation.check_mean(f"the term {name!r}", term.value, term.weight, self.mesh, trains=trains)
         if len([1 for term in terms.values() if _has_gradient(term)]) > 1:

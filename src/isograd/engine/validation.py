@@ -56,11 +56,13 @@ def refuse_wrapped(model: nn.Module, mesh: Mesh) -> None:
 
 def check_supported_parameters(
     model: nn.Module, table: ContractTable, mesh: Mesh, options: Mapping[str, object] = MappingProxyType({})
-) -> None:
+) -> int:
     """The engine trains real gradients, one value for each element. On all ranks alike: stages hold different
-    parameters. `options`: by which ranks scale, or send and wait."""
+    parameters. `options`: by which ranks scale, or send and wait. Returns the number of trainable parameters of the
+    stage that has most."""
     _warn_of_half_sums(model, mesh)
-    complex_ones = [r.name for r in table if r.parameter.requires_grad and r.parameter.is_complex()]
+    trained = [r for r in table if r.parameter.requires_grad]
+    complex_ones = [r.name for r in trained if r.parameter.is_complex()]
     sparse = [
         f"{name}.weight"
         for name, module in model.named_modules()
@@ -68,7 +70,10 @@ def check_supported_parameters(
     ]
     hooked = [r.name for r in table if hooks_of(r.parameter)]
     spelled = {name: str(value) for name, value in options.items()}
-    notes = all_gather_object([complex_ones, sparse, hooked, spelled], mesh)
+    notes = all_gather_object([complex_ones, sparse, hooked, spelled, len(trained)], mesh)
+    counts = [notes[rank][4] for rank in mesh.ranks("pp")]
+    if len(counts) > 1 and not all(note[4] for note in notes):  # each rank's optimizer needs something to step
+        raise EngineError("IG523", seen=f"trainable parameters of the pp ranks: {counts}", where=mesh.describe_rank())
     complex_ones, sparse, hooked = (list(dict.fromkeys(n for note in notes for n in note[kind])) for kind in range(3))
     given = {name: {note[3][name] for note in notes} for name in options}
     unlike = [f"{name} is {' or '.join(sorted(values))}" for name, values in given.items() if len(values) > 1]
@@ -87,6 +92,7 @@ def check_supported_parameters(
         raise EngineError("IG541", seen=f"complex: {complex_ones[:8]}", where=mesh.describe_rank())
     if sparse:
         raise EngineError("IG544", seen=f"sparse=True: {sparse[:8]}", where=mesh.describe_rank())
+    return int(max(counts))
 
 
 def _warn_of_half_sums(model: nn.Module, mesh: Mesh) -> None:
@@ -129,16 +135,6 @@ def pipeline_of(model: nn.Module, mesh: Mesh, reproducible: bool) -> Pipeline | 
     return Pipeline(model, model.chunks, mesh, refuse)  # type: ignore[arg-type]
 
 
-def most_trained(table: ContractTable, mesh: Mesh) -> int:
-    """The number of trainable parameters of the stage that has most. Each rank's optimizer needs something to step;
-    said on all stages, which would wait for the one that has nothing."""
-    trainable = torch.tensor(sum(r.parameter.requires_grad for r in table), device=mesh.device)
-    counts = [int(n) for n in raw.gather_list(trainable, mesh.group("pp"))]
-    if len(counts) > 1 and 0 in counts:
-        raise EngineError("IG523", seen=f"trainable parameters of the pp ranks: {counts}", where=mesh.describe_rank())
-    return max(counts)
-
-
 def detach_previous_engine(model: nn.Module, mesh: Mesh) -> None:
     """A step that the holder before has left in the middle is dropped: what it shows in `.grad` is a stand-in, or one
     rank's own sum, and what any rank has sent of it lands first, or it would meet the messages of the next holder.
@@ -162,16 +158,11 @@ def check_options(
     """What one rank can say of its own model and options."""
     refuse_wrapped(model, mesh)
     check_pipeline(model, mesh, reproducible)
-    check_offload(offload, mesh)
     check_accumulation(accumulate, mesh, overlap=overlap, reproducible=reproducible)
-
-
-def check_offload(offload: bool, mesh: Mesh) -> None:
-    """Where there is only one memory, or whole parameters are stepped, there is nothing to move."""
-    if offload and mesh.layout.zero == 0:
+    if offload and mesh.layout.zero == 0:  # whole parameters are stepped
         raise EngineError("IG527", seen=f"offload=True under {str(mesh.layout)!r}", where=mesh.describe_rank())
     if offload and mesh.device.type == "cpu" and mesh.rank == 0:
-        warnings.warn("offload=True has no effect on the CPU: it has no second memory", stacklevel=3)
+        warnings.warn("offload=True has no effect on the CPU: it has no second memory", stacklevel=2)
 
 
 def check_accumulation(mode: str, mesh: Mesh, *, overlap: bool, reproducible: bool) -> None:
@@ -212,7 +203,7 @@ def refuse_stray_grads(table: ContractTable, mesh: Mesh) -> None:
     for record in trained:
         if record.parameter.grad is not None:
             raise EngineError("IG507", where=mesh.describe_rank(), name=record.name)
-    if not trained and mesh.size("pp") == 1:  # one of several stages: most_trained
+    if not trained and mesh.size("pp") == 1:  # one of several stages: IG523
         raise EngineError("IG501", seen=f"{len(table)} parameters, all frozen", where=mesh.describe_rank())
 
 

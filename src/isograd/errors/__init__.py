@@ -10,7 +10,8 @@ Other call sites give the texts themselves. `python scripts/errors.py` writes do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 from isograd_verify.errors import ConfigError, IsogradError, VerifyError, did_you_mean, nearest
@@ -113,6 +114,15 @@ def listed(parts: Sequence[str], most: int, between: str = ", ") -> str:
 def headline(error: BaseException) -> str:
     """The kind of an exception and its first line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+@contextmanager
+def if_not_installed(absent: Callable[[ImportError], IsogradError]) -> Iterator[None]:
+    """Around the import of a package that an extra brings: what to raise where it is not there."""
+    try:
+        yield
+    except ImportError as error:
+        raise absent(error) from error
 
 
 @cache

@@ -11,18 +11,32 @@ IG103: layout {layout!r} has no such rank
 IG104: blocks of {length} do not divide axis {axis} of {size} ranks
   expected: a divisor of {size}
 IG110: layout {layout!r} needs {needed} ranks, this world has {size}
+  seen:     world of {size}
   expected: world of {needed}
+  fix:      start {needed} ranks, or one of these layouts fits {size}: {fits}
 IG111: a mesh of a running world cannot be pickled, nor a model that holds one
   expected: torch.save(model.state_dict(), ...), or isograd.checkpoint.CheckpointManager, which saves any layout
   fix:      build the model again from its config on the mesh of the world that loads it, then load its state
+IG271: the programs of the ranks do not match
+  expected: both ends of every message, no circle of waits, every gradient reduced once over its ranks, every element
+            once in the norm and in a checkpoint
+IG276: no layout of {devices} x {name} can run this
+  expected: a layout that divides, and fits the memory of a device
 IG291: ranks did not start within {wait_s:g} s
   expected: every rank of the world, started at about the same time (--wait)
   fix:      start this command on every machine with the same --nnodes, --master-addr and --master-port, and a
             --node-rank of its own
+IG292: connections between ranks cannot be made
+  expected: TCP between all machines, in both directions, at any port above 1023
+  fix:      open these ports between the machines; ranks listen at ports that the system chooses ('sysctl
+            net.ipv4.ip_local_port_range')
+IG298: several machines need --master-addr and --node-rank
+  fix:      the same command on every machine, but for --node-rank
 IG299: the port at which ranks meet is used by another program
   expected: a free port of the first machine
   fix:      ss -ltnp names the program (an earlier run?): end it, or take another MASTER_PORT on all machines
 IG301: parameter {leaf!r} of an isograd layer has no contract
+  seen:     {kind} made it without declare(), or it was replaced later
   expected: declare(parameter, mesh, shape=..., shards=..., partial_over=...) where it is made
 IG302: a parameter's local shape contradicts its contract
   expected: {local} of global {shape}
@@ -44,6 +58,9 @@ IG404: {inner} inner features cannot be cut over tp{tp}
   expected: at least {tp}
 IG405: query heads must be a multiple of key/value heads
   expected: heads % kv_heads == 0
+IG406: {heads} query and {kv_heads} key/value heads cannot be dealt out over tp{tp}
+  expected: a tp that divides the query heads, and that divides or is divided by the key/value heads
+  fix:      the nearest that works is tp{nearest}
 IG407: Ulysses over {ranks} ranks needs at least one query head per rank
   expected: at least {ranks}
   fix:      'cpN ring', or both methods: 'cpN ulyssesM' with blocks of M, at most {heads}
@@ -60,6 +77,9 @@ IG410: tokens, labels and documents must be [batch, sequence]
   expected: two dimensions, the same for all
 IG411: the sequence is longer than the learned positions
   expected: at most {max_positions}
+IG413: dropout without key and samples would differ between layouts
+  expected: model(tokens, labels, key=isograd.core.rng.key(seed, step), samples=ids)
+  fix:      pass both, or call model.eval()
 IG414: ranks of one cp group were given different sequences
   seen:     tokens, labels or documents that differ from those of ranks {unlike}
   expected: the same whole sequences on every rank of a cp group: the model takes its own part of each
@@ -77,6 +97,10 @@ IG421: no safetensors in {place}
 IG422: the stored {name!r} has another shape
   expected: {shape}, as the model has it
   fix:      build the model with the config that the weights were made with
+IG423: the weights were opened for another model: {name!r} differs
+  seen:     {shape} in the model
+  expected: {stored}, as the config says that HuggingFace(...) was given
+  fix:      give both the same config
 IG424: shards of {place} are missing
   expected: every file that model.safetensors.index.json names
   fix:      copy the folder again
@@ -84,6 +108,8 @@ IG425: an answer has no log probability under the model that the run starts from
   expected: a number for each answer of a pair that fits
   fix:      weights (model.path) whose logits are finite
 IG430: unknown order {order!r} of sequence blocks
+IG432: the attention function inside Ulysses returned a shape that differs from its queries
+  fix:      return [{order}], the order of dimensions it is given
 IG441: the attention of {name} cannot be reached
   expected: a causal language model of transformers, whose tokens are mixed by its attention interface only
   fix:      isograd.models.Transformer, or isograd.sequence.attend inside the model's own attention
@@ -95,6 +121,10 @@ IG452: the capacity of experts per {capacity_scope} would change with the layout
             micro-batches
   expected: 'sequence': tokens are dropped among those of their own sequence
   fix:      leave capacity_scope out; or leave capacity out, and no token is dropped
+IG453: {number} experts cannot be dealt out over ep{ranks}{few}
+  seen:     {number} experts, ep{ranks}
+  expected: an ep that divides the number of experts
+  fix:      the nearest that does is ep{nearest}
 IG454: the balance loss of the whole batch needs the counts of all its micro-batches before the first backward
   expected: engine.train_step(batch, micro_batches=k) or engine.accumulate, which count first
   fix:      call engine.count(batch, micro_batches) before the step's first forward; or balance 'lagged', which takes
@@ -111,9 +141,34 @@ IG464: the style {style!r} is not supported for {name}
   fix:      leave out tp and ep: dp, cp and zero0 to zero3 need no plan
 IG465: {what_is_cut} cannot be cut over {axis}{size}
   fix:      another {axis}; dp and zero3 cut any model
+IG468: {model} would not train right under {layout!r}: gradients differ from one device's
+  expected: at most {limit} in fp64
+  fix:      its tensor plan does not say all that must be summed: leave tp out (dp and zero need no plan)
+IG470: nothing says what the layers of {model} are
+  expected: a pipeline plan that names one list, or one list of num_hidden_layers modules
+  fix:      leave pp and sp out
+IG471: {name} cannot be cut into stages: its layers need more than the output of the layer before
+  expected: layers that are given the output of the one before, and what is made of tokens and positions
+  fix:      leave pp out: dp, tp and zero0 to zero3 take such a model
+IG472: {name} has no experts that could be dealt out over ep
+  expected: a plan whose style {style!r} names a module of the model
+  fix:      leave ep out; tp, dp and zero need no expert plan
+IG474: the loss of {model} is not the mean of the labels that count
+  seen:     of one micro-batch: {found} (of a part, of the batch as it is, and cross entropy of its logits)
+  expected: three equal numbers: a step of several micro-batches weighs each by its labels
+  fix:      ig.Engine takes any module, with a loss and its weight of your own
+IG475: {name} of a model of which each rank has a part
+  expected: ig.hf.export_hf(engine, folder), on all ranks
+  fix:      export the folder, and load it on one device to push it
+IG476: the logits of a training step are cut over tp, and were not gathered
+  expected: output.loss; or logits of a forward under torch.no_grad(), or without labels
+  fix:      ig.hf.load(..., logits=True) gathers them in every forward
 IG477: {name} does not keep apart the documents of a row
   expected: the logits that each document has by itself, from positions that begin again
   fix:      --data.packing stream, where texts may see each other; or --model.code isograd for a family that it knows
+IG478: base_bits {bits} cannot be trained so
+  expected: 4 or 8 bits under LoRA, and a layout without tp and ep: parts of a matrix have other scales
+  fix:      --layout 'dp2 zero3'; or leave base_bits out: the base keeps its dtype
 IG479: attention cannot be computed by {wanted}
   expected: a class that lets its attention be chosen; for flash_attention_2 also CUDA and flash-attn
   fix:      --model.attn_implementation sdpa
@@ -122,9 +177,12 @@ IG481: the scales of float8 ({recipe}) would not be those of one device under {l
   expected: a layout of dp, zero, pp, and of tp that divides key and value heads and leaves multiples of 16; cp with
             rowwise_with_gw_hp
   fix:      --model.float8 rowwise_with_gw_hp under cp; else another tp
+IG604: no such config file: {source}
 IG611: this {kind} is quantised
   expected: weights in fp32, bf16 or fp16
   fix:      take the weights it was quantised from, or dequantise them with transformers
+IG631: no config file {path}
+  expected: a YAML file; 'isograd recipes' lists some to start from
 IG639: this layout has more ranks than a proof starts on one machine
   expected: at most {most_ranks} ranks
   fix:      prove one with the same axes and fewer ranks: --layouts 'dp2 tp2 sp zero1'
@@ -175,6 +233,10 @@ IG800: the schedule {name!r} cannot run
   expected: F, then B or I and W, once for each stage and micro-batch, in an order without a deadlock
 IG801: stage {stage} must pass on a tensor or a tuple of tensors
   expected: what the next stage takes; only the last stage returns (loss, weight)
+IG802: the output of stage {stage} cannot be described to the next stage
+  expected: a few tensors of {known}
+IG803: stage {stage} returned other shapes than before for a micro-batch of the same shapes
+  fix:      make the shapes between stages depend only on the shapes of the micro-batch
 IG804: pipeline ranks were given different batches
   seen:     {count} micro-batches {does} here, unlike those of ranks {unlike} in number, shape or use
   expected: the same call with the same micro-batches on every rank of the pp axis
@@ -190,6 +252,13 @@ IG807: this split does not fit the model and the layout
 IG808: a model cut into stages cannot be called: its stages run in the order of a schedule
   seen:     a forward under {layout!r}
   expected: engine.train_step({batch}, micro_batches=k), or engine.evaluate
+IG851: the optimizer does not step exactly the trainable parameters of the model
+  expected: an optimizer of all parameters of the model that require a gradient
+  fix:      freeze what should not train with requires_grad_(False); an optimizer of two models needs two engines
+IG852: the optimizer has state already, of whole parameters
+  expected: an optimizer that has not stepped, and that makes its state in its first step
+  fix:      build it anew; to continue a run, load a checkpoint that isograd has saved; or take zero0
+IG853: this cannot be asked of an optimizer whose steps are an engine's
 IG857: ig.integrations.trainer takes a Trainer class of transformers, once
   expected: Trainer, or a subclass such as SFTTrainer
   fix:      Trainer = ig.integrations.trainer(Trainer), before a Trainer is made
@@ -197,9 +266,20 @@ IG858: another Trainer has trained this model since, and holds its gradients now
   seen:     a further train() of the first one
   expected: one Trainer that trains a model at a time
   fix:      make a new Trainer for the model
+IG859: the loss has further losses of the experts in it than one balance loss
+  expected: aux_loss, once in a micro-batch: a mean over routed tokens; under cp and tp none
+  fix:      set their coefficients in the model's config to 0
 IG860: {place} is no checkpoint of this integration
   expected: a folder that it has saved, under any layout; those of other programs are pickles
   fix:      start a new run from its weights, exported to safetensors
+IG862: join_uneven_inputs is torch's Join, which knows DDP
+  expected: ranks that run as many backwards, each with its weight
+  fix:      for batch in model.until_all_exhausted(loader): None calls model.skip()
+IG864: the numbers of a DeepSpeed config do not fit together
+  seen:     train_batch_size {whole}, train_micro_batch_size_per_gpu {each}, gradient_accumulation_steps {steps},
+            {ranks} ranks, {shared} of which share their rows
+  expected: train_batch_size = micro-batch * accumulation steps * data ranks
+  fix:      give the number of ranks with --ranks, or change the file
 IG866: {loop} asks for what one engine for each model cannot do
 IG867: {name} has no optimizer's state of isograd beside it
   expected: a checkpoint that was saved with this strategy, with its folder
@@ -211,6 +291,12 @@ IG869: the gradient is not finite, and no rank has stepped
 IG870: another rank has left the loop
   expected: all ranks in one loop until its end
   fix:      this rank is well: see that one's error
+IG871: a training_step goes backward by itself, and nothing says what its loss is the mean of
+  expected: super().training_step(model, inputs, num_items_in_batch)
+  fix:      override compute_loss, or loss_weight, instead
+IG873: {how}, and a checkpoint does not have it
+  seen:     a checkpoint of step {step}
+  expected: a run that goes on as it would have without the cut
 IG900: {folder} holds no tokens
   expected: a folder with manifest.json, as isograd data build makes it
 IG901: {path} is not a manifest that this version reads
@@ -239,6 +325,7 @@ IG911: {path} is empty
   expected: text
   fix:      leave it out
 IG912: {path}, line {line}: not UTF-8 text
+  seen:     byte 0x{byte:02x} at place {place} of the file
   expected: UTF-8
   fix:      convert it, for example with iconv -t UTF-8
 IG913: {path}, line {line}: no text there
@@ -280,6 +367,7 @@ IG931: another job writes its checkpoints into {folder}
   expected: one job in a folder
   fix:      stop that job, or give this run another folder
 IG932: the folder {folder} is not the one that rank 0 sees
+  seen:     job {other!r} in its lock
   expected: job {job!r}, as rank 0 has written it
   fix:      name a folder on a file system that all machines share
 IG933: the ranks are not between the same two steps
@@ -299,6 +387,7 @@ IG938: {name} has the state of another optimizer
   fix:      use that optimizer again; or take the weights alone: weights=ig.checkpoint.SavedWeights(path), or 'isograd
             ckpt convert' and model.path in a config
 IG939: {name} was written by an isograd of another format
+  seen:     format version {other}, written by {by}
   expected: version {version}
   fix:      read it with the isograd that wrote it; 'isograd ckpt convert' of that one makes a Hugging Face folder
 IG940: the ranks together did not write every element once
@@ -336,6 +425,8 @@ IG960: representations that do not pair up
   expected: queries [n, d], documents [n, d] whose row i belongs to query i, then hard negatives [any, d]
 IG961: the inputs of a tower have no common number of rows
   expected: a tensor, or a dict or tuple of tensors, with rows in dim 0; a rank without rows gives 0 of them
+IG963: the number of encoders differs from the number of towers
+  expected: encode=f, used for every tower, or one for each
 IG964: ranks of one cp group were given different rows
   seen:     {rows} rows of each tower on rank {rank}, {first} on another
   expected: the same rows on every rank of a cp group: only dp ranks see different ones
@@ -352,11 +443,25 @@ IG967: GradientCache does not support this chunk size or layout
 IG968: batch norm would normalise over one chunk instead of the batch: {names}
   expected: an encoder whose vectors do not depend on which rows share a chunk
   fix:      use layer, group or RMS norm, or put these modules into eval mode
+IG969: ClipLoss was given a rank and a world size that are not those of the running world
 IG970: CachedInfoNCE does not support this value of {name!r}
+IG971: GradientCache would leave out the balance loss of experts: {layers}
+  seen:     {count} layers of experts with a balance loss or a z-loss
+  expected: experts whose load a loss does not even: the encoder of a chunk returns vectors alone
+  fix:      balance 'none' and z_weight 0; choice_bias evens the load without a loss
 IG972: an encoder changed a tensor that its backward needs, or its inputs, in place
   expected: what autograd has saved to be as it was
   fix:      do not change inputs in place, nor activations after they were used; chunks are views of one tensor, and
             share its version
+IG973: GradientCache cannot keep graphs of chunks in this amount of memory or under this layout
+  expected: a number of MiB, 0 or more; 0 at ZeRO 3 and under ep, where each forward is a collective
+IG974: an exception on another rank ended the first pass of a contrastive step
+  expected: vectors of all data ranks
+  fix:      see the error of that rank. The step is as it was: a program that catches that error should catch this one,
+            too, and continue with the next batch on all ranks
+IG983: the ranks of this run were given different configs
+  expected: one config
+  fix:      copy the same file to every machine, and start every rank with the same options
 IG984: copies of parameters are no longer equal in step {step}
   expected: equal bytes on every rank of {axes!r}
   fix:      a rank computed or stored something wrong: check its memory, and resume from a checkpoint before it;

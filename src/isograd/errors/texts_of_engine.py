@@ -42,6 +42,8 @@ IG254: no answer within {timeout} s from ranks {silent}
   seen:     ranks {finished} finished
   expected: all ranks to reach the same collectives in the same order
   fix:      look for a collective that only some ranks call, or for different numbers of steps per rank
+IG260: the command that started the ranks was killed, and its ranks exit
+  expected: a command that lives as long as its ranks; Ctrl-C, SIGTERM and STOP end both
 IG500: the Engine takes a model, a mesh, and a function that makes an optimizer of the parameters it is given
   fix:      ig.Engine(model, ig.Mesh("dp2 zero1"), lambda ps: torch.optim.AdamW(ps, lr=3e-4))
 IG501: the model has no trainable parameter
@@ -218,6 +220,9 @@ IG560: the term {name!r} is not (value, weight) or (value, weight, coefficient)
   fix:      Terms({name}=(loss, tokens)) or Terms({name}=(loss, sequences, 0.01))
 IG561: ranks announced different terms for one step
   expected: the same names on every rank; a weight of 0 where a rank has nothing of a term
+IG562: the term {name!r} was not announced for this step{hint}
+  expected: of those announced: {known}
+  fix:      engine.begin(..., {name}=...) on every rank, with its weight over the whole step
 IG563: the weights of the step's terms are not those that were announced
   expected: backwards whose weights add up to what engine.begin (or the model's term_weights) announced
   fix:      announce the sum over all micro-batches of the step, and run all of them

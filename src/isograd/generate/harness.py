@@ -14,7 +14,7 @@ from contextlib import redirect_stderr
 from typing import Any
 
 from isograd.comm.consensus import all_gather_object
-from isograd.errors import ConfigError, TrainError, headline
+from isograd.errors import ConfigError, TrainError, headline, if_not_installed
 from isograd.generate.scoring import Scorer
 
 LONGEST = 256  # tokens of an answer, where a task does not say
@@ -22,13 +22,10 @@ LONGEST = 256  # tokens of an answer, where a task does not say
 
 def need() -> Any:
     """The package lm_eval, or how to install it."""
-    try:
+    what = "tasks of lm-eval-harness are asked for, and the package is not installed"
+    said = {"expected": "the package lm_eval", "fix": "pip install lm_eval, or leave the tasks out"}
+    with if_not_installed(lambda error: TrainError("IG982", what, seen=str(error), **said)):
         import lm_eval
-    except ImportError as error:
-        raise TrainError(
-            "IG982", "tasks of lm-eval-harness are asked for, and the package is not installed", seen=str(error),
-            expected="the package lm_eval", fix="pip install lm_eval, or leave the tasks out",
-        ) from error  # fmt: skip
     return lm_eval
 
 

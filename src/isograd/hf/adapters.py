@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from isograd.core import rng
+from isograd.core.attributes import set_attributes
 from isograd.core.mesh import Mesh
-from isograd.errors import ModelError
+from isograd.errors import ModelError, if_not_installed
 from isograd.hf.initial_values import Folder, Random
 
 NAME = "default"  # of the adapter, as peft has it
@@ -64,17 +65,10 @@ def insert(model: Any, adapter: Any, dtype: torch.dtype, mesh: Mesh) -> None:
 
 def need_peft(mesh: Mesh) -> Any:
     """The package peft, or how to install it."""
-    try:
+    said = {"seen": "no module named 'peft'", "expected": "peft beside transformers", "fix": "pip install peft"}
+    where = mesh.describe_rank()
+    with if_not_installed(lambda _: ModelError("IG473", "adapters need the package peft", **said, where=where)):
         import peft
-    except ImportError as error:
-        raise ModelError(
-            "IG473",
-            "adapters need the package peft",
-            seen="no module named 'peft'",
-            expected="peft beside transformers",
-            fix="pip install peft",
-            where=mesh.describe_rank(),
-        ) from error
     return peft
 
 
@@ -100,18 +94,10 @@ def refuse_adapter(adapter: Any, mesh: Mesh) -> Any:
     return peft
 
 
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
+def without_adapters(model: nn.Module) -> AbstractContextManager[None]:
     """Forwards in here are those of the model that the adapters were put into."""
     adapted = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-    before = [module._disable_adapters for module in adapted]
-    for module in adapted:
-        module._disable_adapters = True  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for module, value in zip(adapted, before, strict=True):
-            module._disable_adapters = value
+    return set_attributes(*adapted, _disable_adapters=True)
 
 
 def smaller(adapter: Any) -> Any:

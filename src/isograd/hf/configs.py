@@ -313,12 +313,8 @@ def load_config(source: str) -> TransformerConfig:
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         if path.suffix or "/" in source:
-            raise ConfigError(
-                "IG604",
-                f"no such config file: {source}",
-                seen=not_there(path),
-                expected=f"a file, or a preset: {', '.join(PRESETS)}",
-            )
+            seen = not_there(path)
+            raise ConfigError("IG604", seen=seen, expected=f"a file, or a preset: {', '.join(PRESETS)}", source=source)
         return preset(source)
     values = _read(path, source)
     if not isinstance(values, dict):

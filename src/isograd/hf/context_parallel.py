@@ -23,8 +23,7 @@ from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
 from isograd.hf.probe_cp import NAME, TRIAL, probe_cp, trial_mask
 from isograd.sequence import whole
-from isograd.sequence.attend import attend, heads_here
-from isograd.sequence.same_sequences import refuse_unlike
+from isograd.sequence.attend import attend, heads_here, refuse_unlike
 from isograd.sequence.token_layout import TokenLayout
 
 # Keywords that transformers passes to attention and that attention does not need.

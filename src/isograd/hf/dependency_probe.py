@@ -66,13 +66,8 @@ def list_of_layers(model: Any) -> str:
     outermost = min((n.count(".") for n in long), default=0)
     found = [n for n in lists if n in plan] or [n for n in long if n.count(".") == outermost]
     if len(found) != 1:
-        raise ModelError(
-            "IG470",
-            f"nothing says what the layers of {type(model).__name__} are",
-            seen=f"pipeline plan {sorted(plan)}, lists of modules {dict(list(lists.items())[:4])}",
-            expected="a pipeline plan that names one list, or one list of num_hidden_layers modules",
-            fix="leave pp and sp out",
-        )
+        seen = f"pipeline plan {sorted(plan)}, lists of modules {dict(list(lists.items())[:4])}"
+        raise ModelError("IG470", seen=seen, model=type(model).__name__)
     return found[0]
 
 

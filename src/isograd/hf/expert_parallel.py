@@ -40,14 +40,8 @@ def dispatched(model: Any, mesh: Mesh) -> list[str]:
     towers = names_of_towers(model)
     found = [n for n, _ in model.named_modules() if pattern_of(n) in wanted and not is_below(n, towers)]
     if not found:
-        raise ModelError(
-            "IG472",
-            f"{name} has no experts that could be dealt out over ep",
-            seen=f"expert plan {sorted(plan)}" if plan else f"no base_model_ep_plan in {type(config).__name__}",
-            expected=f"a plan whose style {DISPATCHED!r} names a module of the model",
-            fix="leave ep out; tp, dp and zero need no expert plan",
-            where=mesh.describe_rank(),
-        )
+        seen = f"expert plan {sorted(plan)}" if plan else f"no base_model_ep_plan in {type(config).__name__}"
+        raise ModelError("IG472", seen=seen, where=mesh.describe_rank(), name=name, style=DISPATCHED)
     return found
 
 

@@ -274,13 +274,11 @@ def open_new(target: Path, tokenizer: str | Path | None) -> None:
         seen = "a file" if target.is_file() else f"{len(list(target.iterdir()))} entries"
         raise CheckpointError("IG943", seen=seen, target=target)
     if tokenizer is not None and not any((Path(tokenizer) / name).is_file() for name in COPIED[:9]):
-        raise CheckpointError("IG944", seen=_names(Path(tokenizer)), tokenizer=tokenizer)
+        folder = Path(tokenizer)
+        held = sorted(p.name for p in folder.iterdir())[:10] if folder.is_dir() else not_there(folder, "folder")
+        raise CheckpointError("IG944", seen=held, tokenizer=tokenizer)
     shutil.rmtree(draft_of(target), ignore_errors=True)
     draft_of(target).mkdir(parents=True)
-
-
-def _names(folder: Path) -> Any:
-    return sorted(p.name for p in folder.iterdir())[:10] if folder.is_dir() else not_there(folder, "folder")
 
 
 def write(

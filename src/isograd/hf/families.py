@@ -219,13 +219,7 @@ class HuggingFace:
     def has(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the folder's weights hold this parameter of ours; another shape is an error."""
         if name in self._shapes and self._shapes[name] != shape:
-            raise ModelError(
-                "IG423",
-                f"the weights were opened for another model: {name!r} differs",
-                seen=f"{shape} in the model",
-                expected=f"{self._shapes[name]}, as the config says that HuggingFace(...) was given",
-                fix="give both the same config",
-            )
+            raise ModelError("IG423", name=name, shape=shape, stored=self._shapes[name])
         return name in self._rules
 
     def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:

@@ -151,11 +151,5 @@ class CutLogits:
 
 
 def _refusal(mesh: Mesh | None) -> ModelError:
-    return ModelError(
-        "IG476",
-        "the logits of a training step are cut over tp, and were not gathered",
-        seen="output.logits of a forward with labels" + (f", under {str(mesh.layout)!r}" if mesh else ""),
-        expected="output.loss; or logits of a forward under torch.no_grad(), or without labels",
-        fix="ig.hf.load(..., logits=True) gathers them in every forward",
-        where=mesh.describe_rank() if mesh else None,
-    )
+    seen = "output.logits of a forward with labels" + (f", under {str(mesh.layout)!r}" if mesh else "")
+    return ModelError("IG476", seen=seen, where=mesh.describe_rank() if mesh else None)

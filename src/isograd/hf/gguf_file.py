@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from isograd.errors import CheckpointError
+from isograd.errors import CheckpointError, if_not_installed
 from isograd.io.atomic import flush_folder
 from isograd.io.safetensors_reader import SafetensorsReader
 from isograd.io.untrusted import CONFIG, MANIFEST, read_json
@@ -31,10 +31,8 @@ CUTS = {_CASE + r"\p{N}{1,3}" + _REST: "llama-bpe", _CASE + r"\p{N}" + _REST: "q
 
 def need_gguf() -> Any:
     """The gguf package, or an error (IG953) before anything is written."""
-    try:
+    with if_not_installed(lambda _: _refused("the gguf package is not installed", "gguf", "pip install gguf")):
         import gguf
-    except ImportError as error:
-        raise _refused("the gguf package is not installed", "gguf", "pip install gguf") from error
     return gguf
 
 

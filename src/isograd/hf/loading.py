@@ -131,14 +131,8 @@ def _refuse_saving(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _refuse_part(name: str, mesh: Mesh, *_: Any, **__: Any) -> None:
-    raise ModelError(
-        "IG475",
-        f"{name} of a model of which each rank has a part",
-        seen=f"model.{name}(...) under {str(mesh.layout)!r}: it would write this rank's part as if it were the model",
-        expected="ig.hf.export_hf(engine, folder), on all ranks",
-        fix="export the folder, and load it on one device to push it",
-        where=mesh.describe_rank(),
-    )
+    seen = f"model.{name}(...) under {str(mesh.layout)!r}: it would write this rank's part as if it were the model"
+    raise ModelError("IG475", seen=seen, where=mesh.describe_rank(), name=name)
 
 
 def not_loaded(error: Exception) -> ModelError:

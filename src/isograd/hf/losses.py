@@ -14,8 +14,7 @@ from isograd.core.mesh import Mesh
 from isograd.errors import ModelError, did_you_mean
 from isograd.hf.context_parallel import SequenceCut
 from isograd.hf.sub_configs import parts_of
-from isograd.sequence.attend import token_layout_for
-from isograd.sequence.same_sequences import gather_whole
+from isograd.sequence.attend import gather_whole, token_layout_for
 from isograd.sequence.token_layout import TokenLayout, document_starts
 
 CAUSAL, MASKED, SEQ2SEQ, SCORE = "causal", "masked", "seq2seq", "score"

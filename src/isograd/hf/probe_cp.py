@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isograd.core.attributes import set_attributes
 from isograd.errors import ModelError, headline
 
 NAME, TRIAL = "isograd", "isograd_trial"  # names of our attention in transformers' registry
@@ -65,20 +66,16 @@ def probe_cp(model: Any) -> None:
     """Run the trial. The model then has our attention, or is refused (IG441, IG442, IG446, IG447)."""
     name = type(model).__name__
     _refuse_growing_positions(model, name)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
-        _tokens_meet_in_attention_only(model, name)
-        _positions_are_told(model, name)
+        with set_attributes(*model.modules(), training=False):
+            _tokens_meet_in_attention_only(model, name)
+            _positions_are_told(model, name)
     except Exception as error:
         if isinstance(error, ModelError) and error.code != "IG443":
             raise
         raise ModelError(
             "IG441", seen=error.seen if isinstance(error, ModelError) else headline(error), name=name
         ) from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _forward(

@@ -69,13 +69,9 @@ def prove(config: Any, mesh: Mesh, adapter: Any = None, base_bits: int | None = 
     proof = compare(config, mesh, adapter, base_bits)
     if proof.wrong:
         listed = [f"{name} ({error:.1e})" for name, error in list(proof.wrong.items())[:8]]
+        seen = f"{len(proof.wrong)} of {len(proof.errors)} parameters, relative: {', '.join(listed)}"
         raise ModelError(
-            "IG468",
-            f"{proof.model} would not train right under {proof.layout!r}: gradients differ from one device's",
-            seen=f"{len(proof.wrong)} of {len(proof.errors)} parameters, relative: {', '.join(listed)}",
-            expected=f"at most {LIMIT} in fp64",
-            fix="its tensor plan does not say all that must be summed: leave tp out (dp and zero need no plan)",
-            where=mesh.describe_rank(),
+            "IG468", seen=seen, where=mesh.describe_rank(), model=proof.model, layout=proof.layout, limit=LIMIT
         )
     return proof
 
@@ -178,16 +174,8 @@ def _refuse_other_mean(model: Any, batch: dict[str, Tensor], part: BatchPart, lo
     if not getattr(text_of(model.config), "output_router_logits", False):
         means.append(mean_of_labels(output.logits.double(), batch["labels"], loss))
     if any(abs(float(mean - means[0])) > LIMIT * abs(float(means[0])) for mean in means):
-        raise ModelError(
-            "IG474",
-            f"the loss of {type(model).__name__} is not the mean of the labels that count",
-            seen="of one micro-batch: "
-            + ", ".join(f"{float(mean):.9g}" for mean in means)
-            + " (of a part, of the batch as it is, and cross entropy of its logits)",
-            expected="three equal numbers: a step of several micro-batches weighs each by its labels",
-            fix="ig.Engine takes any module, with a loss and its weight of your own",
-            where=mesh.describe_rank(),
-        )
+        found = ", ".join(f"{float(mean):.9g}" for mean in means)
+        raise ModelError("IG474", where=mesh.describe_rank(), model=type(model).__name__, found=found)
 
 
 def _under_layout(model: Any, mesh: Mesh, loss: str) -> dict[str, Tensor]:

@@ -52,8 +52,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x W^T + b, with a gradient for x."""
-        product: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
-        return product
+        return _Product.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Product(torch.autograd.Function):
@@ -99,11 +98,5 @@ def refuse_bits(bits: int | None, adapter: Any, mesh: Mesh) -> None:
     cut = [axis for axis in ("tp", "ep") if mesh.size(axis) > 1]
     dora = getattr(adapter, "use_dora", False)
     if bits is not None and (bits not in (4, 8) or adapter is None or dora or cut):
-        raise ModelError(
-            "IG478",
-            f"base_bits {bits} cannot be trained so",
-            seen=f"{str(mesh.layout)!r}, " + ("no adapter" if adapter is None else "DoRA" if dora else "an adapter"),
-            expected="4 or 8 bits under LoRA, and a layout without tp and ep: parts of a matrix have other scales",
-            fix="--layout 'dp2 zero3'; or leave base_bits out: the base keeps its dtype",
-            where=mesh.describe_rank(),
-        )
+        seen = f"{str(mesh.layout)!r}, " + ("no adapter" if adapter is None else "DoRA" if dora else "an adapter")
+        raise ModelError("IG478", seen=seen, where=mesh.describe_rank(), bits=bits)

@@ -46,10 +46,6 @@ class Sequences:
         """Whether a module is given parts of sequences, or is inside of one that gathers them."""
         return bool(self.layers) and name.startswith(f"{self.layers}.") and not is_below(name, self.whole)
 
-    def are_entered(self, name: str) -> bool:
-        """Whether a module gathers sequences, or is inside of one that does."""
-        return is_below(name, self.entered)
-
     def are_whole_in(self, name: str) -> bool:
         """Whether it is inside of a module that gathers them."""
         return any(name.startswith(f"{entered}.") for entered in self.entered)

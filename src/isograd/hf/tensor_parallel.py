@@ -220,7 +220,7 @@ class _Cutter:
 
     def _enter(self, name: str, module: nn.Module) -> None:
         parent = name.rpartition(".")[0]
-        if self.sequences.are_entered(parent):
+        if is_below(parent, self.sequences.entered):  # it gathers sequences, or is inside of one that does
             return
         if parent not in self.entrances:
             self.entrances[parent] = styles.Entrance(self.mesh, self.sequences.are_cut(parent))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
+from isograd.core.attributes import set_attributes
 from isograd.engine import DataParallel, Engine
 from isograd.errors import IntegrationError
 from isograd.integrations.optimizer import (
@@ -230,15 +231,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _without_engines(self) -> Iterator[None]:
         """Around accelerate's saving and loading: models are whole, and it does not see the optimizers of engines, nor
         models of which a rank has a part."""
-        optimizers, models = self._optimizers, self._models
-        self._optimizers = [o for o in optimizers if not isinstance(getattr(o, "optimizer", o), EngineOptimizer)]
+        optimizers = [o for o in self._optimizers if not isinstance(getattr(o, "optimizer", o), EngineOptimizer)]
         cut = [one.module for one in self._trained] if cuts_model(self._mesh) else []
-        self._models = [model for model in models if not any(model is one for one in cut)]
-        try:
-            with self._full_parameters():
-                yield
-        finally:
-            self._optimizers, self._models = optimizers, models
+        models = [model for model in self._models if not any(model is one for one in cut)]
+        with set_attributes(self, _optimizers=optimizers, _models=models), self._full_parameters():
+            yield
 
     def _engines(self) -> Iterator[tuple[Engine, Path]]:
         """Each engine, and the folder of its state."""
@@ -317,38 +314,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model.is_restored()
         return result
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> Any:
         """Backwards in here add up on this rank; the next one outside reduces all of them once."""
         engine = next((one.engine for one in self._trained if one.module is model), model)
-        with getattr(engine, "no_sync", nullcontext)():
-            yield
+        return getattr(engine, "no_sync", nullcontext)()
 
     @staticmethod
-    @contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
         """Backwards in here reduce, though their forwards ran under `no_sync`."""
-        if not isinstance(model, DataParallel):
-            yield
-            return
-        before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
-        try:
-            yield
-        finally:
-            model.require_backward_grad_sync = before
+        wrapped = isinstance(model, DataParallel)
+        return set_attributes(model, require_backward_grad_sync=True) if wrapped else nullcontext()
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Nothing where batches are even; else refused, as no rank would wait for the others."""
         if self.num_processes > 1 and not (self.even_batches and even_batches in (None, True)):
-            raise IntegrationError(
-                "IG862",
-                "join_uneven_inputs is torch's Join, which knows DDP",
-                seen=f"even_batches={even_batches} of an accelerator with even_batches={self.even_batches}",
-                expected="ranks that run as many backwards, each with its weight",
-                fix="for batch in model.until_all_exhausted(loader): None calls model.skip()",
-                where=self._mesh.describe_rank(),
-            )
+            seen = f"even_batches={even_batches} of an accelerator with even_batches={self.even_batches}"
+            raise IntegrationError("IG862", seen=seen, where=self._mesh.describe_rank())
         yield
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

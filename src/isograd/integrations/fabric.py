@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from isograd.core.attributes import set_attributes
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
 from isograd.integrations.optimizer import (
@@ -168,11 +169,8 @@ class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Fabric's file; and beside it the state of the engines whose optimizers are in it."""
-        self._saving = True
-        try:
+        with set_attributes(self, _saving=True):
             super().save_checkpoint(path, state, storage_options, filter)
-        finally:
-            self._saving = False
         for name, engine in _engines(state).items():
             save_state(engine, _state_folder(path, name))
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm.consensus import all_gather_object
+from isograd.core.attributes import set_attributes
 from isograd.integrations.shared_rows import cuts_model
 from isograd.integrations.trainers import EngineTrainerMixin
 
@@ -128,15 +129,12 @@ class EngineGRPOTrainerMixin(EngineTrainerMixin):
         if self.mesh.size("tp") == 1:
             yield
             return
-        gather, gather_object, ranks = module.gather, module.gather_object, self.mesh.layout.ranks("dp", 0)
+        gather, ranks = module.gather_object, self.mesh.layout.ranks("dp", 0)
         first, second = all_gather_object(torch.randint(1 << 62, (2,)).tolist(), self.mesh, "tp")[0]
-        module.gather = self.accelerator.gather
-        module.gather_object = lambda own: [v for all_ in [gather_object([own])] for rank in ranks for v in all_[rank]]
+        of_data = lambda own: [v for all_ in [gather([own])] for rank in ranks for v in all_[rank]]  # noqa: E731
         torch.manual_seed(first)
-        try:
+        with set_attributes(module, gather=self.accelerator.gather, gather_object=of_data):
             yield
-        finally:
-            module.gather, module.gather_object = gather, gather_object
         torch.manual_seed(second)
 
 

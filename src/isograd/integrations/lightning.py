@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from isograd.core.attributes import set_attributes
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
 from isograd.integrations.optimizer import EngineOptimizer, full_parameters, load_state, on_shards, save_state
@@ -160,13 +161,6 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
             return self._cut_models.weight_of(loss, given, line)
         return self._label_counter.labels_of(loss) if given is None else given
 
-    def _weight_of(self, loss: Tensor, given: float | Tensor | None, engine: Engine) -> float | Tensor:
-        """given: by manual_backward, which comes before training_step returns."""
-        weight = self._weight
-        if not self.lightning_module.automatic_optimization:
-            weight = self._labels_of(loss, given, "self.manual_backward(self.model(**batch).loss)")
-        return self._label_counter.weight_of(loss, weight, engine, self._rows or 0)
-
     def backward(
         self,
         closure_loss: Tensor,
@@ -182,19 +176,18 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         engine = self._engine_of("backward")
         with nullcontext() if self._syncing else engine.no_sync():
             loss = closure_loss * divided if divided > 1 else closure_loss
-            weighs = self._weight_of(closure_loss, weight, engine)
+            if module.automatic_optimization:
+                weight = self._weight
+            else:  # manual_backward comes before training_step returns
+                weight = self._labels_of(closure_loss, weight, "self.manual_backward(self.model(**batch).loss)")
+            weighs = self._label_counter.weight_of(closure_loss, weight, engine, self._rows or 0)
             if self.mesh.size("pp") == 1:  # else at the step
                 engine.backward(loss, weighs)
         return precision.post_backward(closure_loss, module)  # type: ignore[no-any-return]
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Backwards in here add up on this rank."""
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
+        return set_attributes(self, _syncing=False)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The closure (forward and backward), Lightning's hooks, and the engine's step, which clips."""

@@ -35,28 +35,18 @@ def on_shards(
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     missing = sorted(trained - {names.get(id(parameter), "") for parameter in given})
     if foreign or missing:
-        raise IntegrationError(
-            "IG851",
-            "the optimizer does not step exactly the trainable parameters of the model",
-            seen=f"tensors that are not the model's: {foreign}; parameters that it does not have: {missing[:8]}"
-            f"{' ...' if len(missing) > 8 else ''}",
-            expected="an optimizer of all parameters of the model that require a gradient",
-            fix="freeze what should not train with requires_grad_(False); an optimizer of two models needs two engines",
-            where=mesh.describe_rank(),
+        seen = (
+            f"tensors that are not the model's: {foreign}; parameters that it does not have: {missing[:8]}"
+            f"{' ...' if len(missing) > 8 else ''}"
         )
+        raise IntegrationError("IG851", seen=seen, where=mesh.describe_rank())
 
     def rebuilt(shards: Shards) -> torch.optim.Optimizer:
         own = dict(shards.named())
         moved = [n for p in given if (n := names[id(p)]) in own and own[n] is not p and optimizer.state.get(p)]
         if moved:
-            raise IntegrationError(
-                "IG852",
-                "the optimizer has state already, of whole parameters",
-                seen=f"{type(optimizer).__name__} with state of {moved[:4]} under {str(mesh.layout)!r}",
-                expected="an optimizer that has not stepped, and that makes its state in its first step",
-                fix="build it anew; to continue a run, load a checkpoint that isograd has saved; or take zero0",
-                where=mesh.describe_rank(),
-            )
+            seen = f"{type(optimizer).__name__} with state of {moved[:4]} under {str(mesh.layout)!r}"
+            raise IntegrationError("IG852", seen=seen, where=mesh.describe_rank())
         for group in optimizer.param_groups:
             group["params"][:] = [own[names[id(p)]] for p in group["params"] if names[id(p)] in own]
         return optimizer
@@ -130,13 +120,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.engine.optimizer.load_state_dict(state_dict)
 
     def _refuse(self, called: str, expected: str) -> NoReturn:
-        raise IntegrationError(
-            "IG853",
-            "this cannot be asked of an optimizer whose steps are an engine's",
-            seen=f"optimizer.{called} under {str(self.engine.mesh.layout)!r}",
-            expected=expected,
-            where=self.engine.mesh.describe_rank(),
-        )
+        seen = f"optimizer.{called} under {str(self.engine.mesh.layout)!r}"
+        raise IntegrationError("IG853", seen=seen, expected=expected, where=self.engine.mesh.describe_rank())
 
 
 @dataclass

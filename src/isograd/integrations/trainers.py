@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm.consensus import all_gather_object
+from isograd.core.attributes import set_attributes
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Stats
@@ -200,24 +201,15 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             if getattr(self.model, "_isograd_trained_by", None) != id(self.engine):
                 raise IntegrationError("IG858", where=self.mesh.describe_rank())
             self.engine.discard()
-        self.is_distributed_loading_by_transformers = True  # the path of models that reduce by themselves
-        try:
+        with set_attributes(self, is_distributed_loading_by_transformers=True):  # models that reduce by themselves
             return super()._prepare_for_training(*args, **kwargs)
-        finally:
-            self.is_distributed_loading_by_transformers = False
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """The Trainer's. A checkpoint from which a run would go on otherwise than without the cut is refused."""
         epochs, micros = super()._init_training_state(*args, **kwargs)
         for what, fix in self._not_saved(micros).items() if self.state.global_step else ():
-            raise IntegrationError(
-                "IG873",
-                f"{what}, and a checkpoint does not have it",
-                seen=f"a checkpoint of step {self.state.global_step}",
-                expected="a run that goes on as it would have without the cut",
-                fix=fix,
-                where=self.mesh.describe_rank(),
-            )
+            step, where = self.state.global_step, self.mesh.describe_rank()
+            raise IntegrationError("IG873", fix=fix, where=where, how=what, step=step)
         return epochs, micros
 
     def _not_saved(self, micros: int) -> dict[str, str]:
@@ -340,14 +332,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         """In the place of accelerate's: no division, and a weight."""
         engine = self.engine
         if not self._weighs:
-            raise IntegrationError(
-                "IG871",
-                "a training_step goes backward by itself, and nothing says what its loss is the mean of",
-                seen=f"{type(self).__name__}.training_step without super().training_step",
-                expected="super().training_step(model, inputs, num_items_in_batch)",
-                fix="override compute_loss, or loss_weight, instead",
-                where=self.mesh.describe_rank(),
-            )
+            seen = f"{type(self).__name__}.training_step without super().training_step"
+            raise IntegrationError("IG871", seen=seen, where=self.mesh.describe_rank())
         last = self.accelerator.sync_gradients
         with nullcontext() if last else engine.no_sync():
             engine.backward(self._with_balance(loss), self._weight)
@@ -369,14 +355,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         if not parts:
             return loss
         if [name for name, _, _ in parts] != ["aux_loss"] or self._shares_rows:
-            raise IntegrationError(
-                "IG859",
-                "the loss has further losses of the experts in it than one balance loss",
-                seen=", ".join(f"{share:g} * {name}" for name, _, share in parts),
-                expected="aux_loss, once in a micro-batch: a mean over routed tokens; under cp and tp none",
-                fix="set their coefficients in the model's config to 0",
-                where=self.mesh.describe_rank(),
-            )
+            seen = ", ".join(f"{share:g} * {name}" for name, _, share in parts)
+            raise IntegrationError("IG859", seen=seen, where=self.mesh.describe_rank())
         (_, balance, share) = parts[0]
         if self.engine.step_state.term_weights.expected is None:
             rest = self._micros or []

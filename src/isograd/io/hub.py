@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from isograd.errors import ConfigError, headline
+from isograd.errors import ConfigError, headline, if_not_installed
 
 PREFIX, DATASETS = "hf://", "datasets/"
 SMALL = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokenizer
@@ -53,10 +53,7 @@ def push(folder: Path, name: str) -> str:
 
 
 def _library() -> Any:
-    try:
+    what, fix = "names of the hub need huggingface_hub", "pip install huggingface_hub"
+    with if_not_installed(lambda _: ConfigError("IG600", what, fix=fix)):
         import huggingface_hub
-    except ImportError as error:
-        raise ConfigError(
-            "IG600", "names of the hub need huggingface_hub", fix="pip install huggingface_hub"
-        ) from error
     return huggingface_hub

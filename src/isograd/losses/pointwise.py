@@ -21,8 +21,7 @@ from isograd.comm.ops import uncompiled
 def pointwise(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """f(x). f: of each number of x by itself; what else it has takes no gradient."""
     if torch.is_grad_enabled() and x.requires_grad:
-        found: Tensor = _Pointwise.apply(f, x)  # type: ignore[no-untyped-call]
-        return found
+        return _Pointwise.apply(f, x)  # type: ignore[no-any-return, no-untyped-call]
     return f(x)
 
 

@@ -36,12 +36,6 @@ from isograd.sequence import whole
 from isograd.sequence.block import accumulation_dtype
 
 
-def workable_tp(heads: int, kv_heads: int, wanted: int) -> int:
-    """The tp size nearest to `wanted` that these numbers of heads allow."""
-    fits = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
-    return min(fits, key=lambda t: (abs(t - wanted), t))
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """What attention reads of a model's config: models.TransformerConfig adds the rest."""
@@ -85,14 +79,10 @@ class Attention(nn.Module):
         if heads % kv_heads:
             raise ModelError("IG405", seen=f"{heads} and {kv_heads}")
         if heads % tp or (kv_heads % tp and tp % kv_heads):
-            raise ModelError(
-                "IG406",
-                f"{heads} query and {kv_heads} key/value heads cannot be dealt out over tp{tp}",
-                seen=f"tp{tp}",
-                expected="a tp that divides the query heads, and that divides or is divided by the key/value heads",
-                fix=f"the nearest that works is tp{workable_tp(heads, kv_heads, tp)}",
-                where=mesh.describe_rank(),
-            )
+            fits = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+            nearest = min(fits, key=lambda t: (abs(t - tp), t))
+            where = mesh.describe_rank()
+            raise ModelError("IG406", where=where, heads=heads, kv_heads=kv_heads, tp=tp, nearest=nearest)
         if dropout and mesh.layout.ring > 1:
             raise ModelError("IG408", where=mesh.describe_rank(), dropout=dropout, layout=str(mesh.layout))
         self.mesh, self.head_dim, self.rotary = mesh, head_dim, rotary

@@ -104,8 +104,7 @@ def lookup(tokens: Tensor, weight: Tensor, padding: int | None = None) -> Tensor
     """F.embedding(tokens, weight, padding), whose backward adds in fp32."""
     if weight.dtype.itemsize >= 4 or weight.device.type != "cpu":
         return F.embedding(tokens, weight, padding)
-    found: Tensor = _Lookup.apply(tokens, weight, padding)  # type: ignore[no-untyped-call]
-    return found
+    return _Lookup.apply(tokens, weight, padding)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Lookup(torch.autograd.Function):

@@ -232,12 +232,5 @@ def refuse_cut(options: ExpertOptions, ranks: int, where: str) -> None:
         nearest = max(
             n for n in range(1, ranks + 1) if options.number % n == 0 and ranks % n == 0
         )  # fits the ranks, too
-        raise ModelError(
-            "IG453",
-            f"{options.number} experts cannot be dealt out over ep{ranks}"
-            + (": some ranks would have none" if ranks > options.number else ""),
-            seen=f"{options.number} experts, ep{ranks}",
-            expected="an ep that divides the number of experts",
-            fix=f"the nearest that does is ep{nearest}",
-            where=where,
-        )
+        few = ": some ranks would have none" if ranks > options.number else ""
+        raise ModelError("IG453", where=where, number=options.number, ranks=ranks, few=few, nearest=nearest)

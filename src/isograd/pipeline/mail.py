@@ -144,25 +144,15 @@ class Mail:
         if key not in self.known:
             strange = [str(dtype) for _, dtype, _ in form.tensors if dtype not in DTYPES]
             if strange or len(form.numbers()) > HEADER:
-                raise PipelineError(
-                    "IG802",
-                    f"the output of stage {action.stage} cannot be described to the next stage",
-                    seen=f"{len(form.tensors)} tensors, of dtypes {[str(d) for _, d, _ in form.tensors]}",
-                    expected=f"a few tensors of {', '.join(str(d)[6:] for d in DTYPES)}",
-                    where=f"pp{self.group.index}",
-                )
+                seen = f"{len(form.tensors)} tensors, of dtypes {[str(d) for _, d, _ in form.tensors]}"
+                known, where = ", ".join(str(d)[6:] for d in DTYPES), f"pp{self.group.index}"
+                raise PipelineError("IG802", seen=seen, where=where, stage=action.stage, known=known)
             header = torch.tensor(form.numbers() + [0] * (HEADER - len(form.numbers())), device=self.device)
             self._send([header], needing, control=True)
             self.known[key] = form
         elif self.known[key] != form:
-            raise PipelineError(
-                "IG803",
-                f"stage {action.stage} returned other shapes than before for a micro-batch of the same shapes",
-                seen=str(form.tensors),
-                expected=str(self.known[key].tensors),
-                fix="make the shapes between stages depend only on the shapes of the micro-batch",
-                where=f"pp{self.group.index}",
-            )
+            seen, expected, where = str(form.tensors), str(self.known[key].tensors), f"pp{self.group.index}"
+            raise PipelineError("IG803", seen=seen, expected=expected, where=where, stage=action.stage)
 
     def receive(self, action: Action) -> list[Tensor]:
         """The result of `action`, which a neighbour computes and sends here."""

@@ -30,8 +30,8 @@ from isograd.engine import Engine
 from isograd.engine.plan import Slot
 from isograd.engine.zero3.sharded_param import ShardedParam
 from isograd.nn.moe import MoE
+from isograd.nn.routing import ExpertOptions
 from isograd.plan.allocations import GRADIENTS, OPTIMIZER, PARAMETERS, Allocations
-from isograd.plan.expert_load import evenly
 from isograd.plan.peak import Peak, Taken, of_gpu, peak
 from isograd.plan.saved import Saves, saves
 from isograd.plan.shapes import LARGE, Shapes, bytes_of, mark, segments
@@ -259,3 +259,11 @@ def kinds(ranks: list[RehearsedRank]) -> Iterator[list[RehearsedRank]]:
     for rank in ranks:
         found.setdefault(rank.program, []).append(rank)
     yield from found.values()
+
+
+def evenly(scores: Tensor, options: ExpertOptions, bias: Tensor | None = None) -> Tensor:
+    """Which experts tokens choose in a rehearsal, [tokens, per_token]: nobody knows before there is a model and data,
+    so they choose evenly, whatever the scores are. Token t chooses the experts t k, t k + 1, ... t k + k - 1, counted
+    around. Takes the place of nn/routing.py's `choose`; ranks with as many tokens tell each other equal counts."""
+    slots = torch.arange(len(scores) * options.per_token)
+    return (slots % options.number).view(len(scores), options.per_token)

@@ -19,6 +19,7 @@ from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, state
 from isograd.engine.plan import cut_rows, slot_of
+from isograd.engine.sdc.memory import parameter_of
 
 Box = tuple[tuple[int, int], ...]
 Slotted = tuple[str, Contract, tuple[int, ...], bool]  # name, contract, cuts, whole
@@ -47,8 +48,7 @@ def saves(engine: Engine) -> dict[str, Saves]:
     found = {}
     for part in state.parts(engine, entries):
         box, tensor = part.written
-        parameter = part.key.split("/", 2 if part.key.startswith("optimizer/") else 1)[-1]
-        slot = None if part.key.startswith(BUFFER) else slots[parameter]
+        slot = None if part.key.startswith(BUFFER) else slots[parameter_of(part.key)]
         plan = None if slot is None else (slot.name, slot.contract, slot.cuts, slot.uncut_matrix)
         found[part.key] = Saves(part.shape or (1,), box if tensor.numel() else None, plan)
     return found

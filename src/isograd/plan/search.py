@@ -106,10 +106,7 @@ def search(
         fix = "another number of devices, or another batch"
         if FULL in found.out:
             fix = "more devices, a smaller or larger batch, shorter sequences, or devices with more memory"
-        raise PlanError(
-            "IG276", f"no layout of {devices} x {machine.name} can run this", seen=reasons or "no candidate",
-            expected="a layout that divides, and fits the memory of a device", fix=fix,
-        )  # fmt: skip
+        raise PlanError("IG276", seen=reasons or "no candidate", fix=fix, devices=devices, name=machine.name)
     return found
 
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -41,14 +40,6 @@ Segments = tuple[tuple[str, int], ...]  # (parameter, how many elements of its g
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 _aten = torch.ops.aten
-
-
-@contextmanager
-def shapes(large: int = LARGE) -> Iterator[Shapes]:
-    """In here, tensors of more than `large` elements have no memory."""
-    mode = Shapes(large)
-    with mode:
-        yield mode
 
 
 class _Range:

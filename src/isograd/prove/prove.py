@@ -103,7 +103,8 @@ def verify(
             )
             recording = Recording(place)
             subject = compare(reference, recording, noise=noise)
-            if noise is not None and subject.verdict != BUG and judged_by_kinds(noise, dtype):
+            wide = torch.finfo(dtype).eps >= tolerances.KIND_EPS  # tensors of a kind show what drowns in each
+            if wide and noise is not None and subject.verdict != BUG and large_kinds(noise.mean):
                 progress(f"{layout}, re-associated, for kinds of parameters")
                 again = [recording]
                 for terms in MORE_TERMS:
@@ -358,11 +359,6 @@ def ensemble(
     off = (sum((f - 1) ** 2 for f in factors) / len(factors)) ** 0.5
     each = tuple({name: fitted([run[name]], [centre])[0] for name, centre in mean.items()} for run in runs)
     return Noise(truth, mean, variance, max(off, tolerances.least_factor(torch.finfo(dtype).eps)), each)
-
-
-def judged_by_kinds(noise: Noise, dtype: torch.dtype) -> bool:
-    """Whether there are kinds of parameters whose tensors show together what drowns in each."""
-    return torch.finfo(dtype).eps >= tolerances.KIND_EPS and bool(large_kinds(noise.mean))
 
 
 def kinds(reference: Recording, runs: list[Recording], noise: Noise) -> list[Finding]:

@@ -1,7 +1,6 @@
 """Long sequences cut over the cp axis: which rank holds which token and head, as data, and the exchanges."""
 
-from isograd.sequence.attend import attend, heads_here, token_layout_for
-from isograd.sequence.same_sequences import gather_whole, refuse_unlike
+from isograd.sequence.attend import attend, gather_whole, heads_here, refuse_unlike, token_layout_for
 from isograd.sequence.token_layout import TokenLayout, document_starts, lay_out_tokens
 
 __all__ = [

@@ -47,6 +47,7 @@ def pieces(start: int, stop: int, window: int | None) -> Iterator[BandPiece]:
         yield BandPiece(start, stop, first, edge, "mask")
 
 
+@ops.uncompiled
 def attention(
     q: Tensor,
     k: Tensor,
@@ -59,16 +60,8 @@ def attention(
     size: int = BLOCK,
 ) -> Tensor:
     """q [b, heads, s, d]; k, v [b, kv_heads, s, d] -> [b, heads, s, d]. starts [b, s]: where documents begin."""
-    return _attention(q, k, v, scale or q.shape[-1] ** -0.5, window, softcap, starts, size)
-
-
-@ops.uncompiled
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, starts: Tensor | None,
-    size: int,
-) -> Tensor:  # fmt: skip
-    result: Tensor = _Band.apply(q, k, v, scale, window, softcap, starts, size)  # type: ignore[no-untyped-call]
-    return result
+    scale = scale or q.shape[-1] ** -0.5
+    return _Band.apply(q, k, v, scale, window, softcap, starts, size)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _mask(piece: BandPiece, window: int | None, starts: Tensor | None, device: torch.device) -> Tensor | None:

@@ -38,6 +38,7 @@ from isograd.sequence import block
 from isograd.sequence.token_layout import BlockMask, Spans, TokenLayout, block_masks, positions_of, visible_keys
 
 
+@ops.uncompiled
 def attention(
     q: Tensor,
     k: Tensor,
@@ -54,14 +55,7 @@ def attention(
     starts [b, padded]: where the document of each token of the whole sequences begins (places.document_starts).
     window: how many tokens each sees, itself included. softcap: scores become softcap * tanh(scores / softcap).
     """
-    return _attention(q, k, v, group, places.blocks, starts, scale or q.shape[-1] ** -0.5, window, softcap)
-
-
-@ops.uncompiled
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, blocks: tuple[Spans, ...], starts: Tensor | None, scale: float,
-    window: int | None, softcap: float | None,
-) -> Tensor:  # fmt: skip
+    blocks, scale = places.blocks, scale or q.shape[-1] ** -0.5
     by_block = None if starts is None else [torch.cat([starts[:, a:b] for a, b in spans], 1) for spans in blocks]
     trip = _RingSchedule(group, blocks, by_block, window)
     return _Ring.apply(q, k, v, trip, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]

@@ -85,13 +85,8 @@ def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor, group: Group, lay
     parts = unpack(mine, dealt, group.index)
     y = attend(*(t.permute(outward) for t in parts)).permute(inward)
     if y.shape != parts[0].shape:
-        raise ModelError(
-            "IG432",
-            "the attention function inside Ulysses returned a shape that differs from its queries",
-            seen=f"{tuple(y.permute(outward).shape)} as {layout!r}",
-            expected=tuple(parts[0].permute(outward).shape),
-            fix=f"return [{', '.join(layout)}], the order of dimensions it is given",
-        )
+        seen, expected = (tuple(t.permute(outward).shape) for t in (y, parts[0]))
+        raise ModelError("IG432", seen=f"{seen} as {layout!r}", expected=expected, order=", ".join(layout))
     heads = [stop - start for start, stop in dealt.queries]
     return ops.all_to_all(y, group, 2, 0, cat_sizes=heads).permute(outward)
 

@@ -59,11 +59,13 @@ def compare(configs: Mapping[str, Config], out: str | None) -> int:
         quiet = config.log.model_copy(update={"every": 1, "sample": 0})
         alone = config.model_copy(update={"run": str(here), "log": quiet})
         with World(Layout.parse(layout).world_size, threads=config.threads, device=config.device) as world:
-            results[layout] = _slowest(world.run(_measured, alone))
+            found = world.run(_measured, alone)
+        sent = [bytes_ for _, bytes_ in found if bytes_ is not None]
+        results[layout] = found[0][0], max(sent, default=None)
         runs[layout] = here / "metrics.jsonl"
     losses = {layout: dict(enumerate(outcome.losses, 1)) for layout, (outcome, _) in results.items()}
     start = next(iter(losses.values()))
-    rows = [_row(each, each, start, losses[each], runs[each], sent) for each, (_, sent) in results.items()]
+    rows = [_row(each, each, start, losses[each], runs[each], most) for each, (_, most) in results.items()]
     about = (
         f"{first.steps} steps of {first.batch} {'sequences' if first.data else 'pairs'}, {first.model.dtype}; "
         "the largest difference is that of any step's loss to the first layout's, relative"
@@ -103,11 +105,6 @@ def _measured(config: Config) -> tuple[RunOutcome, float | None]:
         return run(config, RunOptions(resume="never", show="none", signals=())), None
     outcome = run(config, RunOptions(resume="never", show="none", signals=(), sent=wire.sent_by_me))
     return outcome, outcome.sent / max(1, outcome.step)
-
-
-def _slowest(found: list[tuple[RunOutcome, float | None]]) -> tuple[RunOutcome, float | None]:
-    sent = [bytes_ for _, bytes_ in found if bytes_ is not None]
-    return found[0][0], max(sent) if sent else None
 
 
 def _row(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from isograd import losses
+from isograd.core.attributes import set_attributes
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.core.rng import Key
@@ -37,11 +38,8 @@ class PreferenceLoss:
     @contextmanager
     def noting(self) -> Iterator[list[Tensor]]:
         """Of each micro-batch without a reference: the log probabilities [pairs, answers], where the last stage is."""
-        self._noted = []
-        try:
-            yield self._noted
-        finally:
-            self._noted = None
+        with set_attributes(self, _noted=(noted := list[Tensor]())):
+            yield noted
 
     def of(
         self,

@@ -89,11 +89,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
     if not os.path.exists(path):  # False for a name that is too long, where Path.exists raises
         name = path.name.removesuffix(".yaml")
         recipe = any(file.name == f"{name}.yaml" for file in (files("isograd") / "recipes").iterdir())
-        raise ConfigError(
-            "IG631", f"no config file {path}", seen="the name of a recipe" if recipe else None,
-            expected="a YAML file; 'isograd recipes' lists some to start from",
-            fix=f"isograd new {name if recipe else 'quickstart'}",
-        )  # fmt: skip
+        seen = "the name of a recipe" if recipe else None
+        raise ConfigError("IG631", seen=seen, fix=f"isograd new {name if recipe else 'quickstart'}", path=path)
     try:
         values, lines = yaml_reader.parse_with_lines(read_text(path, CONFIG, follow=True))
     except FileError as error:
@@ -195,7 +192,8 @@ def _spell(found: Any, origins: dict[Place, str], path: str, others: Sequence[st
         place = loc  # the name of an unknown key may look like the name of a branch
     where, option = _blamed(place, tuple(found.get("ctx", {}).get("fields", ())), origins, path, typed)
     if found["type"] == "extra_forbidden":
-        names = names_at(place[:-1]) + list(others if option and len(place) == 1 else ())
+        around = _model_at(place[:-1])
+        names = [*(around.model_fields if around else ()), *(others if option and len(place) == 1 else ())]
         same = [field for field in fields() if field.rpartition(".")[2] == str(place[-1]).lower()]  # in a part of it
         meant = f" (did you mean {' or '.join(map(repr, same))}?)" if same and len(place) == 1 else ""
         return f"{where}: unknown key {dotted(place)!r}{meant or did_you_mean(str(place[-1]), names)}"
@@ -254,12 +252,6 @@ def _inner(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((m for a in getattr(annotation, "__args__", ()) if (m := _inner(a)) is not None), None)
-
-
-def names_at(place: Place) -> list[str]:
-    """The fields of the mapping at a place."""
-    model = _model_at(place)
-    return list(model.model_fields) if model else []
 
 
 def fields(model: type[BaseModel] = Config, place: str = "") -> Iterator[str]:

@@ -109,9 +109,5 @@ def how_to_resume(place: Place) -> str:
 
 def launcher_killed(place: Place, phase: Callable[[], str]) -> str:
     """place: of its checkpoints. phase: what this rank is doing."""
-    error = LaunchError(
-        "IG260", "the command that started the ranks was killed, and its ranks exit",
-        seen=phase(), expected="a command that lives as long as its ranks; Ctrl-C, SIGTERM and STOP end both",
-        fix=how_to_resume(place), where="rank 0",
-    )  # fmt: skip
+    error = LaunchError("IG260", seen=phase(), fix=how_to_resume(place), where="rank 0")
     return str(error)

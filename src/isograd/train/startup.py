@@ -53,9 +53,11 @@ class StartupSummary:
         memory = f"{_gb(needs.rank_bytes)} GB a rank: {parts}; {_gb(needs.all_bytes(layout.world_size))} GB in all"
         if layout.ep > 1:
             memory += f"; a rank's experts compute at most {LOAD:g} times an even share"
+        told = config.model
+        model = told.preset or told.path or f"a Transformer of {told.options.get('layers', '?')} layers"
         ranks = f"{layout.world_size} rank{'' if layout.world_size == 1 else 's'}"
         return [
-            ("model", f"{_model(config)}, {_parameters(needs)} in {config.model.dtype}"),
+            ("model", f"{model}, {_parameters(needs)} in {told.dtype}"),
             ("layout", f"{layout}: {ranks}"),
             ("devices", f"{ranks} on {self.machine.describe()}"),
             ("batch", _batch(config)),
@@ -169,11 +171,6 @@ def _one_step(config: Config, folder: str) -> Config:
 
 def _gb(count: float) -> str:
     return f"{count / 1e9:.2f}" if count < 1e11 else f"{count / 1e9:,.0f}"
-
-
-def _model(config: Config) -> str:
-    model = config.model
-    return model.preset or model.path or f"a Transformer of {model.options.get('layers', '?')} layers"
 
 
 def _parameters(needs: Forecast) -> str:

@@ -20,9 +20,9 @@ from isograd.train.sections import Text
 
 def place(config: Config, number: int, text: Text) -> Path:
     """The folder of a source's token shards."""
-    path, built = Path(text.path or ""), (manifest.NAME, "building.json")
-    if text.path and (config.task != "chat" or any((path / name).exists() for name in built)):
-        return path
+    given, built = Path(text.path or ""), (manifest.NAME, "building.json")
+    if text.path and (config.task != "chat" or any((given / name).exists() for name in built)):
+        return given
     return config.folder / "data" / str(number) if config.task == "chat" else config.folder / "data"
 
 

@@ -27,6 +27,7 @@ from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
 from isograd.comm.fingerprint import fingerprint
 from isograd.core import rng
+from isograd.core.attributes import set_attributes
 from isograd.core.loss_terms import Terms
 from isograd.core.step_counters import StepCounters
 from isograd.engine.batches import call
@@ -111,12 +112,10 @@ class ReplayCheck:
             if (terms := isinstance(result, Terms)) or rng.has_drawn(before, self.mesh.device):
                 rng.set_random_state(before, self.mesh.device)
                 raise _impossible("a loss of several terms" if terms else "the model draws random numbers from torch")
-            engine.step_state.watcher = lambda slot, gradient: found.update({slot: fingerprint(gradient)})
-            try:
-                with engine.step_state.backward(ReduceWhen.STEP) as step_state:
-                    step_state.backward_discarded(*result)
-            finally:
-                engine.step_state.watcher = None
+            state = engine.step_state
+            seen = set_attributes(state, watcher=lambda slot, gradient: found.update({slot: fingerprint(gradient)}))
+            with seen, state.backward(ReduceWhen.STEP):
+                state.backward_discarded(*result)
         return self._prints(found)
 
     def _from_neighbour(self, micro: Any) -> Any:

@@ -32,9 +32,8 @@ from torch import Tensor, nn
 
 from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.mesh import DATA, STAGE, Mesh
-from isograd.engine.blocks import homes
 from isograd.engine.packing import Packing, gather_rows, packing_of
-from isograd.engine.plan import Slot
+from isograd.engine.plan import Slot, homes
 from isograd.engine.zero3.deferred_init import FirstValues
 from isograd.engine.zero3.gather_check import GIVES_UP, MEETING, Announcement, GatherOrderCheck
 from isograd.engine.zero3.module_hooks import Hook, differentiable

@@ -47,11 +47,9 @@ class ClipLoss(nn.Module):
         self.rank, self.world_size, self.use_horovod = rank, world_size, use_horovod
         self.group = world_group()
         if use_horovod or (world_size, rank) != (self.group.size, self.group.index):
+            seen = f"rank {rank} of {world_size}{', horovod' if use_horovod else ''}"
             raise ContrastiveError(
-                "IG969",
-                "ClipLoss was given a rank and a world size that are not those of the running world",
-                seen=f"rank {rank} of {world_size}{', horovod' if use_horovod else ''}",
-                expected=f"rank {self.group.index} of {self.group.size}, torch.distributed",
+                "IG969", seen=seen, expected=f"rank {self.group.index} of {self.group.size}, torch.distributed"
             )
 
     def forward(

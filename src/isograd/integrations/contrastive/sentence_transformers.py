@@ -158,7 +158,8 @@ class CachedInfoNCE(nn.Module):
                     "one row per text, padded, with an attention_mask",
                     "switch the model's input flattening off; for a StaticEmbedding use MultipleNegativesRankingLoss",
                 )
-        parts = [_trimmed(part) for part in _cut(features, self._sizes(features))]
+        sizes = self._sizes(features)
+        parts = [_trimmed(cut(features, sum(sizes[:number]), rows)) for number, rows in enumerate(sizes)]
         device = next(v.device for v in features.values() if isinstance(v, Tensor))
         return [ChunkReplay(lambda part=part: self._encode(part), device) for part in self._with_progress(parts)]  # type: ignore[misc]
 
@@ -229,12 +230,6 @@ class CachedInfoNCE(nn.Module):
 def _rows(vectors: list[list[Tensor]]) -> int:
     """This rank's number of queries."""
     return sum(len(chunk) for chunk in vectors[0])
-
-
-def _cut(features: dict[str, Any], sizes: list[int]) -> list[dict[str, Any]]:
-    """Chunks of so many rows of every tensor."""
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    return [cut(features, first, rows) for first, rows in zip(starts, sizes, strict=True)]
 
 
 def _trimmed(part: dict[str, Any]) -> dict[str, Any]:

@@ -72,14 +72,7 @@ def batch_of(keys: Keys, ranks: int | None, tp: int) -> tuple[int, int, int]:
     steps = steps or 1
     whole = whole or (each or 1) * steps * data
     if ranks % tp or whole % (data * steps) or (each and whole != each * steps * data):
-        raise IntegrationError(
-            "IG864",
-            "the numbers of a DeepSpeed config do not fit together",
-            seen=f"train_batch_size {whole}, train_micro_batch_size_per_gpu {each}, "
-            f"gradient_accumulation_steps {steps}, {ranks} ranks, {tp} of which share their rows",
-            expected="train_batch_size = micro-batch * accumulation steps * data ranks",
-            fix="give the number of ranks with --ranks, or change the file",
-        )
+        raise IntegrationError("IG864", whole=whole, each=each, steps=steps, ranks=ranks, shared=tp)
     return whole, steps, ranks
 
 

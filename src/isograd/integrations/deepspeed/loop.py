@@ -10,8 +10,8 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from isograd.checkpoint import SavedWeights
 from isograd.comm.consensus import all_gather_object
+from isograd.core.attributes import set_attributes
 from isograd.core.contract import Contract, contract_of
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Stats
@@ -213,14 +214,9 @@ class LoopEngine(nn.Module):
             self.engine.backward(loss, self._label_counter.weight_of(loss, weight, self.engine))
         return loss
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards in here add up on this rank; `step` is refused in here."""
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
+        return set_attributes(self, _syncing=False)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether `step` will step the optimizer."""

@@ -115,18 +115,14 @@ def _optimizer(keys: Keys) -> Callable[[Any], torch.optim.Optimizer] | None:
         params.take("bias_correction", "true: Adam has it", lambda v: v is True, True, "optimizer")
         options |= {"weight_decay": 0.0}
     known = ("betas", "eps", "weight_decay", "momentum", "nesterov", "alpha", "lr_decay", "centered", "dampening")
+    defaults = kind([torch.nn.Parameter(torch.zeros(1))]).defaults
     for option in known:
-        if option in params.values and option in torch_defaults(kind):
+        if option in params.values and option in defaults:
             options[option] = params.values.pop(option)
     params.asked += known
     if isinstance(options.get("betas"), list):
         options["betas"] = tuple(options["betas"])
     return lambda parameters: kind(parameters, **options)
-
-
-def torch_defaults(kind: Callable[..., torch.optim.Optimizer]) -> set[str]:
-    """The options that an optimizer of torch has."""
-    return set(kind([torch.nn.Parameter(torch.zeros(1))]).defaults)
 
 
 def _schedule(keys: Keys) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:

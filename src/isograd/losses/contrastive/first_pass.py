@@ -27,12 +27,5 @@ def join_first_pass(error: Exception | None, mesh: Mesh) -> None:
     if error is not None or not table.any():
         return
     failed = {rank: bytes(words.numpy()).rstrip(b"\0") for rank, words in zip(group.ranks, table, strict=True)}
-    raise ContrastiveError(
-        "IG974",
-        "an exception on another rank ended the first pass of a contrastive step",
-        seen="; ".join(f"rank {rank}: {words.decode(errors='ignore')}" for rank, words in failed.items() if words),
-        expected="vectors of all data ranks",
-        fix="see the error of that rank. The step is as it was: a program that catches that error should catch this "
-        "one, too, and continue with the next batch on all ranks",
-        where=mesh.describe_rank(),
-    )
+    seen = "; ".join(f"rank {rank}: {words.decode(errors='ignore')}" for rank, words in failed.items() if words)
+    raise ContrastiveError("IG974", seen=seen, where=mesh.describe_rank())

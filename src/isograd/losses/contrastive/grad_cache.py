@@ -171,13 +171,8 @@ class GradientCache:
     def _pairs(self, towers: Sequence[Any]) -> list[tuple[Encode, Any]]:
         encoders = self.encode if isinstance(self.encode, list) else [self.encode] * len(towers)
         if len(encoders) != len(towers) or not towers:
-            raise ContrastiveError(
-                "IG963",
-                "the number of encoders differs from the number of towers",
-                seen=f"{len(encoders)} encoders for {len(towers)} towers",
-                expected="encode=f, used for every tower, or one for each",
-                where=self.engine.mesh.describe_rank(),
-            )
+            seen = f"{len(encoders)} encoders for {len(towers)} towers"
+            raise ContrastiveError("IG963", seen=seen, where=self.engine.mesh.describe_rank())
         return list(zip(encoders, towers, strict=True))
 
     def _count(self, own: Sequence[int], problem: ContrastiveError | None) -> tuple[NegativesScope, list[int]]:
@@ -334,13 +329,8 @@ class GradientCache:
             )
         amount = isinstance(self.keep_mb, Real) and 0 <= self.keep_mb < math.inf
         if not amount or (self.keep_mb and self._alike):
-            raise ContrastiveError(
-                "IG973",
-                "GradientCache cannot keep graphs of chunks in this amount of memory or under this layout",
-                seen=f"keep_mb={self.keep_mb!r} under {str(self.engine.mesh.layout)!r}",
-                expected="a number of MiB, 0 or more; 0 at ZeRO 3 and under ep, where each forward is a collective",
-                where=self.engine.mesh.describe_rank(),
-            )
+            seen = f"keep_mb={self.keep_mb!r} under {str(self.engine.mesh.layout)!r}"
+            raise ContrastiveError("IG973", seen=seen, where=self.engine.mesh.describe_rank())
         _refuse_batch_norm(self.engine.model)
         _refuse_balance(self.engine)
 
@@ -362,11 +352,5 @@ def _refuse_balance(engine: Engine) -> None:
     layers = [(name, module.options) for name, module in engine.model.named_modules() if isinstance(module, MoE)]
     losing = [name for name, options in layers if options.balance != "none" or options.z_weight]
     if losing:
-        raise ContrastiveError(
-            "IG971",
-            f"GradientCache would leave out the balance loss of experts: {', '.join(losing[:6])}",
-            seen=f"{len(losing)} layers of experts with a balance loss or a z-loss",
-            expected="experts whose load a loss does not even: the encoder of a chunk returns vectors alone",
-            fix="balance 'none' and z_weight 0; choice_bias evens the load without a loss",
-            where=engine.mesh.describe_rank(),
-        )
+        where = engine.mesh.describe_rank()
+        raise ContrastiveError("IG971", where=where, layers=", ".join(losing[:6]), count=len(losing))

@@ -1,0 +1,20 @@
+"""Attributes that have other values for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def set_attributes(*holders: object, **values: Any) -> Iterator[None]:
+    """In here each of these objects has these values for attributes that it has."""
+    before = [(holder, name, getattr(holder, name)) for holder in holders for name in values]
+    for holder, name, _ in before:
+        setattr(holder, name, values[name])
+    try:
+        yield
+    finally:
+        for holder, name, value in before:
+            setattr(holder, name, value)
