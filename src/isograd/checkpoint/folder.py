@@ -307,9 +307,6 @@ def one_of(path: Place) -> Any:
     return found[0]
 
 
-# -- in a store ------------------------------------------------------------------------------------------------------
-
-
 def _listing(folder: StorePath) -> dict[str, dict[str, int]]:
     """{folder of a checkpoint, complete or not: {object: bytes}}, by one listing."""
     found: dict[str, dict[str, int]] = {}

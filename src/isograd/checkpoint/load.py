@@ -166,9 +166,6 @@ def _has_averages(manifest: CheckpointManifest) -> bool:
     return any(key.startswith("ema/") for key in manifest.tensors)
 
 
-# -- what does not fit -----------------------------------------------------------------------------------------------
-
-
 def _refuse_other_model(engine: Engine, manifest: CheckpointManifest, place: Place) -> None:
     """Parameters, masters and buffers are the same ones, with the same shapes and dtypes, on all stages together."""
     saved = {key: kept for key, kept in manifest.tensors.items() if not key.startswith(NO_MODEL)}

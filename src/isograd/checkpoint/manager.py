@@ -115,8 +115,6 @@ class CheckpointManager:
             where = self.mesh.describe_rank()
             raise CheckpointError("IG932", where=where, folder=self.folder, job=self._job, other=job)
 
-    # -- saving
-
     @abort_group_on_interrupt()
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Between two steps, on all ranks. `extra` comes back from `load`: JSON, rank 0's counts."""
@@ -278,8 +276,6 @@ class CheckpointManager:
                 raise writing.error
         except IsogradError as error:
             return error
-
-    # -- loading
 
     @abort_group_on_interrupt()
     def load(self, source: str | Place = "auto") -> Loaded | None:

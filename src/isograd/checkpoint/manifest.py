@@ -124,8 +124,6 @@ def versions() -> dict[str, str]:
     return {"isograd": own, "torch": str(torch.__version__)}
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
-
 Count = Annotated[int, Field(ge=0, lt=1 << 48)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")]  # of a file in the checkpoint's own folder
 STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
@@ -347,9 +345,6 @@ def _fits(value: Any, dtype: torch.dtype) -> bool:
         return not isinstance(value, bool) and (not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max)
     limits = torch.iinfo(dtype)
     return type(value) is int and limits.min <= value <= limits.max
-
-
-# -- from what ranks say of their files ------------------------------------------------------------------------------
 
 
 def merge(notes: Sequence[Note], head: dict[str, Any]) -> CheckpointManifest:

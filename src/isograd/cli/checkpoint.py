@@ -40,9 +40,6 @@ def main(words: list[str]) -> int:
     return run(words, "ckpt", ABOUT, EXAMPLES, VERBS)
 
 
-# -- inspect ---------------------------------------------------------------------------------------------------------
-
-
 def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="PLACE", help=PLACE)
     parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help="list tensors, such as '*embed*'")
@@ -108,9 +105,6 @@ def _flat(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_flat(inner)}" for name, inner in value.items()) or "-"
     return "; ".join(map(_flat, value)) if isinstance(value, list) else str(value)
-
-
-# -- verify, diff, convert -------------------------------------------------------------------------------------------
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:

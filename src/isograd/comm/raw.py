@@ -83,9 +83,6 @@ def receive_start(
     return handle.and_then(record.noted_to(group, [peer], tensors, False, tag, control))
 
 
-# -- collectives, built on it or native --------------------------------------------------------------------------
-
-
 def all_reduce(x: torch.Tensor, group: Group, *, control: bool = False) -> torch.Tensor:
     """A new tensor: the sum over the group, in rank order, the same bits on every member. `control`: as in exchange."""
     if group.size == 1:

@@ -92,9 +92,6 @@ def meet(seconds: float) -> tuple[Any, int, int]:
     return next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=seconds))))  # type: ignore
 
 
-# -- groups
-
-
 class Process(RankContext):
     """The process, when it is a rank. Its process groups cost sockets and threads."""
 
@@ -203,9 +200,6 @@ def reserve_tags(group: Group) -> int:
     return int((1 << 30) + group.context.tags[group.ranks] % 1023 * TAGS)
 
 
-# -- the store: names that every rank can see, without a message that another rank would have to wait for
-
-
 def _store(line: Any) -> Any:
     if (here := thread_member()) is not None:
         return here.world.store
@@ -239,8 +233,6 @@ def clone_store(flags: bool = False) -> Any:
     line = line if flags else store
     return line.clone() if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
 
-
-# -- leaving
 
 ABORTED = "aborted"  # the name of what the first rank that closed its connections said
 LOST = ("closed by peer", "reset by peer", "broken pipe", "connection closed", "connection refused", "pair closure")

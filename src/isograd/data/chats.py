@@ -126,8 +126,6 @@ class Chats:
         ids, counted = self('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')
         return next(int(i) for i in ids[counted == 1][::-1] if int(i) in self.special)
 
-    # -- what the template makes of the messages
-
     def _with_content(self, messages: list[Any], tools: Any) -> list[Any]:
         """Messages that have tool calls and no content (or null, which transformers takes away, too), as the template
         takes them: so, or with empty text where it refuses them."""
@@ -219,8 +217,6 @@ class Chats:
             seen = f"the template refuses it: {str(error) or type(error).__name__}"
             raise no_chat(seen, "refused by the template") from error
         return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]] if self.marks else []
-
-    # -- special tokens
 
     def _refuse_typed(self, said: Sequence[str]) -> None:
         for text in said:

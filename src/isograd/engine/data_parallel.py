@@ -142,8 +142,6 @@ class DataParallel(nn.Module):
             validation.replace_hook(slot, self._step_state, self._arrived, self._entering)
         self.register_load_state_dict_pre_hook(_rename)  # type: ignore[no-untyped-call]
 
-    # -- what users call
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own; what it returns starts the backward."""
         if torch._C._current_graph_task_id() == -1:  # else a recomputed forward
@@ -245,8 +243,6 @@ class DataParallel(nn.Module):
         """Under the module's own names, without "module." in front; `load_state_dict` takes both."""
         return self.module.state_dict(*args, **kwargs)
 
-    # -- a backward, as hooks see it
-
     def _recover(self) -> None:
         """A backward that failed has not said that it ended: drop what it left, with the other ranks."""
         if self._backward.running:
@@ -309,8 +305,6 @@ class DataParallel(nn.Module):
             self._synchronize()
         else:
             self._window.show_own()
-
-    # -- all ranks together
 
     def _gather_step_status(self, status: Status) -> step_status.StepStatus:
         """The gather of a reduction (engine/step_status.py)."""

@@ -61,8 +61,6 @@ class Reducer:
         # The sum of each bucket that has left: not finite if any gradient is not. Read when a step is skipped.
         self._totals: list[Tensor] = []
 
-    # -- launch
-
     @abort_group_on_interrupt()
     def launch(self, bucket: Bucket, gradients: list[Tensor]) -> None:
         """Send a bucket's gradients to the owners of their rows. The list is emptied, so that packed ones are freed."""
@@ -111,8 +109,6 @@ class Reducer:
             self._finish()
         self._latest = 0
 
-    # -- wait
-
     def finish_all(self) -> None:
         """Wait for every reduction under way, and add its rows to `reduced`."""
         while self._pending:
@@ -131,8 +127,6 @@ class Reducer:
         for slot, piece in zip(bucket.slots, rows, strict=True):
             before = self.reduced.get(slot)
             self.reduced[slot] = piece if before is None else before.add_(piece)
-
-    # -- checks
 
     def not_finite(self, reduced: Mapping[Slot, Tensor]) -> set[int]:
         """This rank, if its own gradients of this step were not finite. `reduced`: my rows; where this rank has no
@@ -157,8 +151,6 @@ class Reducer:
         if self.sums is not None and self._context.message_sums is self.sums.messages:
             self._context.message_sums = None
         self.sums = None
-
-    # -- the end of a step
 
     def send_missing(self, mesh: Mesh) -> None:
         """After a failure, on all ranks: launch zeros until every owner of a bucket has launched it equally often."""

@@ -71,9 +71,6 @@ class Part:
         return ((first + start, first + stop), *self.box[1:]), self.tensor[start:stop]
 
 
-# -- per element -----------------------------------------------------------------------------------------------------
-
-
 def parts(engine: Engine, entries: Mapping[str, Iterable[str]] | None = None) -> list[Part]:
     """Every tensor that this rank keeps: whole parameters of its tensor-parallel part, or rows of them at ZeRO 3.
 
@@ -168,9 +165,6 @@ def not_finite(found: Iterable[Part], counts: Mapping[str, Mapping[str, Any]]) -
         norms = torch.stack([norm.double() for norm in torch._foreach_norm([t for _, t in pairs])]).isfinite().tolist()
         wrong += [key for (key, t), finite in zip(pairs, norms, strict=True) if not (finite or t.isfinite().all())]
     return wrong
-
-
-# -- the optimizer ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -363,9 +357,6 @@ def _like(before: Any, value: Any) -> Any:
     return tuple(value) if isinstance(before, tuple) else value
 
 
-# -- per run ---------------------------------------------------------------------------------------------------------
-
-
 def _per_run(engine: Engine, refused: list[str]) -> dict[str, Any]:
     """Hyperparameters of the groups, counters of the optimizer, the loss scale; what is no number is refused."""
     groups: list[dict[str, Any]] = []
@@ -446,18 +437,12 @@ def _merged(stages: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return list(merged.values())
 
 
-# -- per rank --------------------------------------------------------------------------------------------------------
-
-
 def generators(mesh: Mesh) -> list[Part]:
     """The state of torch's default generators on this rank, copied."""
     return [
         Part(f"generator/{kind}/{mesh.rank:05d}", tuple(state.shape), ((0, len(state)),), state, (0, len(state)))
         for kind, state in zip(("cpu", "cuda"), random_state(mesh.device), strict=False)
     ]
-
-
-# -- between saving and loading --------------------------------------------------------------------------------------
 
 
 def meet_to_save(engine: Engine, opens: bool = False) -> None:

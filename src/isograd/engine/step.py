@@ -132,8 +132,6 @@ class StepState:
             if masters[slot.name] is not slot.parameter:
                 seen.append((masters[slot.name], GradPlaceholder(masters[slot.name], slot.name)))
 
-    # -- 1. the only way in
-
     @contextmanager
     def backward(self, reduce_when: ReduceWhen) -> Iterator[StepState]:
         """One backward or several that count as one: of each gradient one reduction."""
@@ -321,8 +319,6 @@ class StepState:
         told = changed and self.state is not State.FAILED
         return changed_by_hand(f"gradients of {changed[:6]}", self.mesh.describe_rank()) if told else None
 
-    # -- 2. autograd has finished a gradient
-
     def arrived(self, slot: Slot, _: Tensor) -> None:
         """Called when a gradient has been accumulated into `slot.parameter.grad`."""
         gradient, slot.parameter.grad = slot.parameter.grad, None
@@ -350,8 +346,6 @@ class StepState:
         self.loss_sums = replace(self.loss_sums, weight=0.0)
         self.local.clear()
         self.used.clear()
-
-    # -- 3. a bucket leaves
 
     def on_grad_ready(self, slot: Slot) -> None:
         """GRAD_READY: this backward has finished the slot's gradient. Buckets leave in the plan's order."""
@@ -400,8 +394,6 @@ class StepState:
         gradient = self.local.pop(slot, None)
         return zeros_of(slot) if gradient is None else gradient.contiguous()
 
-    # -- 4. the step
-
     def pending(self) -> bool:
         """Whether this rank holds gradients that have not left."""
         return bool(self.local) or bool(self._tree)
@@ -439,8 +431,6 @@ class StepState:
             for slot, row, part in zip(owing, rows, total.split([r.numel() for r in rows]), strict=True):
                 reduced[slot] = part.view(row.shape)
 
-    # -- 5. the next step
-
     @property
     def empty(self) -> bool:
         """Whether nothing of a step is under way."""
@@ -470,8 +460,6 @@ class StepState:
         self._tree = Tree()
         for gradients in (self.local, self.final_shards, self.full):
             gradients.clear()
-
-    # -- a step that was dropped already
 
     def mark_discarded(self, error: BaseException | None = None) -> None:
         """All ranks have just dropped a step, in their one gather: the rank that failed called `discard` there, and the

@@ -80,8 +80,6 @@ class TermWeights:
         """W, which the step divides by; 0: no term has any weight."""
         return next((weight for weight in self.weights.values() if weight > 0), 0.0)
 
-    # -- 1. before the first backward
-
     def problem(self, weights: Mapping[str, Tensor | float]) -> EngineError | None:
         """What this rank alone can see is wrong with what it announces."""
         wrong = [(name, weight) for name, weight in weights.items() if not validation.is_weight(weight, waits=True)]
@@ -110,8 +108,6 @@ class TermWeights:
             expected = torch.tensor([[said.get(n, 0.0) for n in names] for _, said in notes], dtype=torch.float64)
         self._refuse_unequal(names, expected)
         return TermWeights(self.mesh, names, expected, single_backward=single)
-
-    # -- 2. a backward
 
     def check(self, terms: Terms) -> None:
         """Refuse terms whose gradient would be wrong, before their backward begins."""
@@ -163,8 +159,6 @@ class TermWeights:
         weight = self.weights[name]
         return self.weight / weight if weight > 0 else 0.0
 
-    # -- 3. the step
-
     def columns(self) -> Tensor:
         """What the other ranks must know at the step: the weights that came, weighted values, and parts of the loss."""
         device, kinds = self.mesh.device, (self._received, self._values, self._parts)
@@ -200,8 +194,6 @@ class TermWeights:
             name: mean_of(weight, *(float(tree_sum(list(sums[:, kind, i]))) for kind in (0, 1)))
             for i, (name, weight) in enumerate(self.weights.items())
         }
-
-    # -- refusals
 
     def mixed(self) -> EngineError:
         """IG565."""
@@ -248,9 +240,6 @@ class LossSums:
     def columns(self) -> Tensor:
         """For the gather of the step: whether there are losses without a weight, and with one."""
         return torch.tensor(["plain" in self.kinds, "weighed" in self.kinds], dtype=torch.float64)
-
-
-# -- numbers
 
 
 def number_on(device: torch.device, number: Tensor | float) -> Tensor:

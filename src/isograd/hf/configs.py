@@ -304,9 +304,6 @@ def _experts_to_hf(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def load_config(source: str) -> TransformerConfig:
     """Read a config: a preset's name, a YAML or JSON file of fields, a Hugging Face config.json or its directory."""
     path = Path(source)

@@ -260,9 +260,6 @@ def _described(found: dict[str, Any] | None, kind: str) -> dict[str, Any]:
     return found
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
 def draft_of(target: Path) -> Path:
     """Where a folder is written, until all of it is there."""
     return target.with_name(f".{target.name}.partial")

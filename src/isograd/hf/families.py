@@ -151,9 +151,6 @@ def _neox(config: TransformerConfig) -> Iterator[Rule]:
             yield Rule(f"{us}mlp.down.{leaf}", f"{them}mlp.dense_4h_to_h.{leaf}")
 
 
-# -- weights ---------------------------------------------------------------------------------------------------------
-
-
 class WeightSource(Protocol):
     """Tensors by transformers' names, of which any part is read by itself."""
 

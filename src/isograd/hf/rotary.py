@@ -81,9 +81,6 @@ def rope_parameters(config: TransformerConfig, kind: str) -> dict[str, Any]:
     return found
 
 
-# -- windows ----------------------------------------------------------------------------
-
-
 def windows(c: Mapping[str, Any]) -> dict[str, Any]:
     """sliding_window and full_layers of a config."""
     kind, layers = c["model_type"], _layers(c)

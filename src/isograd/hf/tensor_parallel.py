@@ -273,8 +273,6 @@ class _Cutter:
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after, always_call=True)
 
-    # -- heads -------------------------------------------------------------------------------------------------------
-
     def _attention(self, name: str) -> _Heads | None:
         """The heads of a module that is an attention. The first time, its own counts become this rank's."""
         if name in self.heads:
@@ -333,8 +331,6 @@ class _Cutter:
         if length < self.tp:
             raise self._indivisible(f"{name} of {length}", f"a multiple of {self.tp}")
         return Shard.even("tp", dim, length, self.tp)
-
-    # -- refusals ----------------------------------------------------------------------------------------------------
 
     def _indivisible(self, what: str, expected: str) -> ModelError:
         return ModelError(

@@ -155,8 +155,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         with name_failed_rank(self._mesh):
             super().backward(weighed * steps if steps > 1 else weighed, **kwargs)  # which divides by them
 
-    # -- models that engines train
-
     def _unlike_engine(self, seen: str, expected: str) -> IntegrationError:
         return IntegrationError(
             "IG866", seen=f"{seen} under {str(self._mesh.layout)!r}", expected=expected,
@@ -242,8 +240,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for number, one in enumerate(self._trained):
             if one.engine is not None:
                 yield one.engine, Path(self._folder, "isograd", str(number))
-
-    # -- accelerate's own
 
     def prepare_data_loader(self, loader: Any, device_placement: bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """accelerate's; the ranks of a cp or tp group get the same rows."""

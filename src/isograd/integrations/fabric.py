@@ -55,8 +55,6 @@ class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         """The engine, of a Fabric that has set up one module with its optimizer."""
         return self._of(None)
 
-    # -- setting up
-
     def module_to_device(self, module: nn.Module) -> None:
         """Lightning's. At zero3 the engine fills a model of `ig.hf.load`, which has no values before."""
         if not any(parameter.is_meta for parameter in module.parameters()):
@@ -111,8 +109,6 @@ class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
             "IG866", seen=seen, expected=expected, fix=fix, where=f"rank {self.global_rank}", loop="Fabric"
         )
 
-    # -- a step
-
     def backward(
         self, tensor: Tensor, module: nn.Module | None, *args: Any, weight: float | Tensor | None = None, **kwargs: Any
     ) -> None:
@@ -144,8 +140,6 @@ class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
         """Refused."""
         self._refuse("clip_gradients(clip_val=...)", "fabric.clip_gradients(model, optimizer, max_norm=...)")
-
-    # -- files
 
     def _full_parameters(self, module: nn.Module) -> AbstractContextManager[Any]:
         return full_parameters(next((one.engine for one in self._trained if one.module is module), None))

@@ -60,8 +60,6 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         own = [one for one in self.optimizers if isinstance(one, EngineOptimizer)]
         return own[0].engine if own else None
 
-    # -- setting up
-
     def model_to_device(self) -> None:
         """Lightning's. At zero3 the engine fills a model of `ig.hf.load`, which has no values before."""
         if not any(parameter.is_meta for parameter in self.model.parameters()):
@@ -143,8 +141,6 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
 
-    # -- a batch
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's; notes the weight of the loss."""
         self._weight, self._rows = None, rows_in((args, kwargs))
@@ -208,8 +204,6 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
                 fix="Fabric has a strategy of its own: ig.integrations.FabricStrategy", loop="a program",
             )  # fmt: skip
         return self.engine
-
-    # -- files
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole parameters, at every stage; all ranks come here."""

@@ -98,8 +98,6 @@ class _Reader(Keys):
             self.values[name] = 1
         return self.positive_int(name, sets, default)
 
-    # -- the parts of a config
-
     def config(self) -> Convert:
         """All of it, and the fate of what sets no field."""
         options = self._model()
@@ -346,9 +344,6 @@ class _Reader(Keys):
         self.take("lr_warmup_init", "0, where a warmup begins here", lambda v: v == 0, 0, "optimizer.warmup")
         self.take("rampup_batch_size", "absent: a batch is constant here", lambda v: not v, None, "batch")
         return found
-
-
-# -- shell scripts
 
 
 def arguments_of(text: str) -> dict[str, Any]:

@@ -150,8 +150,6 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         """Whether TRL mixes the weights into its reference model from time to time."""
         return bool(getattr(self.args, "sync_ref_model", False))
 
-    # -- the engine in the place of DDP
-
     def create_optimizer(self, model: Any = None) -> Any:
         """The Trainer's own, on the engine's row shards."""
         if isinstance(self.optimizer, EngineOptimizer):
@@ -220,8 +218,6 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         """Nothing: the engine made the copies equal, and sums their gradients."""
 
-    # -- sequences that are cut
-
     def get_cp_size(self) -> int:
         """How many ranks share their rows: the Trainer counts a step's rows by it."""
         return self.mesh.size("cp")
@@ -252,8 +248,6 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         with self.compute_loss_context_manager():
             loss, logits = evaluated(model, inputs, self.mesh, logits=not prediction_loss_only)
         return loss, logits, None if prediction_loss_only else inputs.get("labels")
-
-    # -- a micro-batch
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's: all micro-batches of a step."""
@@ -338,8 +332,6 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         with nullcontext() if last else engine.no_sync():
             engine.backward(self._with_balance(loss), self._weight)
 
-    # -- a model with experts
-
     def _record_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """What a forward of a training step says beside its loss."""
         if self.model.training and torch.is_grad_enabled() and isinstance(output, Mapping):
@@ -366,8 +358,6 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             )
         return Terms(lm=(loss - share * balance, self._weight), balance=(balance, self._routed_tokens, share))
 
-    # -- a step
-
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """The engine's step clips."""
 
@@ -389,8 +379,6 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         stats = self.optimizer.stats
         super()._maybe_log_save_evaluate(tr_loss, None if stats is None else stats.grad_norm, *args, **kwargs)
-
-    # -- files
 
     def _full_parameters(self) -> AbstractContextManager[Any]:
         return full_parameters(self.engine if isinstance(self.optimizer, EngineOptimizer) else None)

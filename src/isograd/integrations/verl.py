@@ -172,8 +172,6 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         found: nn.Module = kind.from_pretrained(given.local_path, config=config, dtype=kept, **attention)
         return found
 
-    # -- a step
-
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """verl's; the loss of a function that weighs is the mean over the whole step, on all ranks."""
         outputs = super().train_batch(data, loss_function)
@@ -278,8 +276,6 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         self._training("a schedule")
         self.lr_scheduler.step()
         return float(self.lr_scheduler.get_last_lr()[0])
-
-    # -- modes, ranks, weights, files
 
     def train_mode(self, **kwargs: Any) -> AbstractContextManager[Any]:
         """In training mode inside."""

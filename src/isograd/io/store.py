@@ -68,8 +68,6 @@ class StorePath:
             seen = masked(f"{type(error).__name__}: {error}", values)
             raise CheckpointError("IG951", seen=seen, doing=doing, path=self) from None  # a cause is not masked
 
-    # -- looking
-
     def tree(self) -> dict[str, int]:
         """Every object below, by its name relative to this folder, with its size; empty: there is no such folder."""
         with self._asked("listed") as (system, path):
@@ -101,8 +99,6 @@ class StorePath:
         """What is directly below."""
         yield from (self / name for name in dict.fromkeys(name.partition("/")[0] for name in self.tree()))
 
-    # -- reading
-
     @contextmanager
     def open_to_read(self) -> Iterator[Any]:
         """The object as a file."""
@@ -124,8 +120,6 @@ class StorePath:
 
         with ThreadPoolExecutor(STREAMS) as pool:
             list(pool.map(one, range(0, len(memory), BLOCK)))
-
-    # -- writing
 
     def mkdir(self, **_: object) -> None:
         """A store has no empty folders; another file system gets one."""

@@ -110,9 +110,6 @@ class _Grouped(torch.autograd.Function):
         return dx, dweight, None
 
 
-# -- tokens and slots ----------------------------------------------------------------------------------------------
-
-
 def to_slots(x: Tensor, order: Tensor, k: int) -> Tensor:
     """x [T, h] -> [n, h]: the token of each slot in `order`. Its adjoint adds up each token's slots, in their order."""
     return _ToSlots.apply(x, order, k)  # type: ignore[no-any-return, no-untyped-call]

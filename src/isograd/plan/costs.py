@@ -54,8 +54,6 @@ class Costs:
     layout: Layout
     machine: Machine
 
-    # -- compute
-
     @cached_property
     def _peaks(self) -> tuple[float, float, float]:
         """Products per second, of matrices and of attention, and bytes per second."""
@@ -187,8 +185,6 @@ class Costs:
         rows = mine.all if self.layout.zero == 0 else mine.dense / data + mine.routed / self.layout.edp
         wide = self.work.sum_bytes
         return rows * (6 * wide + 4 * wide + self.work.size) / self._peaks[2]
-
-    # -- messages
 
     def move(self, one: Transfer) -> float:
         """Seconds of one message or collective."""

@@ -169,8 +169,6 @@ class Shapes(TorchDispatchMode):
             self._follow(about.follows, args, kwargs, result)
         return result
 
-    # -- what a rank does for each message of a large world
-
     def _zero(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for tensor in [args[0]] if isinstance(args[0], Tensor) else args[0]:
             if not self._is_fake(tensor):
@@ -189,8 +187,6 @@ class Shapes(TorchDispatchMode):
             if into.shape != other.shape or not self._is_fake(into):
                 return NotImplemented
         return self._follow("_foreach_add_", args, kwargs, None)
-
-    # -- all other operations
 
     def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Masks whose values are known as the places that they choose, on which the result's shape depends."""
@@ -287,8 +283,6 @@ class Shapes(TorchDispatchMode):
         if self.allocations is not None:
             self.allocations.take(tensor, memory)
         return tensor
-
-    # -- whose gradient
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if name in _NORMS:

@@ -154,9 +154,6 @@ def name_of(case: MakeCase | str) -> str:
     return case if isinstance(case, str) else getattr(getattr(case, "func", case), "__name__", "a case")
 
 
-# -- inside the ranks --------------------------------------------------------------------------------------------
-
-
 def one_device(
     case: MakeCase | str,
     data_ranks: int,

@@ -137,9 +137,6 @@ def positions_of(spans: Spans, device: torch.device | str | None = None) -> Tens
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in spans])
 
 
-# -- which part of one block attends to which part of another -----------------------------------------------------
-
-
 @dataclass(frozen=True)
 class BlockMask:
     """Queries start..stop of my block attend to the first `keys` keys of another; causal: each up to itself."""
@@ -177,9 +174,6 @@ def block_masks(mine: Spans, theirs: Spans, window: int | None = None) -> tuple[
 def visible_keys(mine: Spans, theirs: Spans, window: int | None = None) -> int:
     """How many leading keys of another block any of my queries attends to: only these must be sent."""
     return max((sight.keys for sight in block_masks(mine, theirs, window)), default=0)
-
-
-# -- documents: several texts packed into one sequence ------------------------------------------------------------
 
 
 def document_starts(documents: Tensor) -> Tensor:

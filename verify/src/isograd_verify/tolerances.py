@@ -8,8 +8,6 @@ relative unless a line says what they are relative to.
 
 from __future__ import annotations
 
-# -- a gradient as a sum of contributions (judge/contributions.py, judge/checks) ----------------------------------
-
 # What may be left of a gradient's sketch when it is written as a sum of contributions' sketches. Measured: right ones
 # leave 3e-16, 1.0e-7 and 4.6e-3 in fp64, fp32 and bf16.
 FIT = {"float64": 1e-8, "float32": 2e-4, "float16": 2e-2, "bfloat16": 3e-2}
@@ -43,33 +41,21 @@ SAME_LOSS = 1e-5
 ADJOINT = {"float64": 1e-9, "float32": 1e-4}
 ADJOINT_HALF = 2e-2
 
-# -- norms and clips (judge/checks/norms.py) ---------------------------------------------------------------------
-
 NORM = 1e-5  # one norm on all ranks. Measured: two orders of fp32 sums are 9e-8 apart; a copy too many is percents
 TRUE_NORM = 1e-4  # a reported norm above the true one: fp32 norms of a whole model are good to 1e-6
 ONE_FACTOR = 1e-2  # all tensors of a rank were clipped by one factor. Chosen
 SCALED = 1e-3  # of a gradient scaler's factor (2^16, at first): no bound of a clip that was multiplied by it. Chosen
-
-# -- logits under loss_parallel (judge/checks/graphs.py) ---------------------------------------------------------
 
 # Of the gradients of logits: what is left of a sum that must be zero. Right ones leave about 1e-6 in fp32, one use of
 # log_softmax too many leaves percents. In half precision: chosen, ten roundings of bf16.
 SHIFT, SHIFT_HALF = 1e-3, 5e-2
 ROW_SUMS = 4.0  # eps that sums of an embedding's rows are off (watch/rows.py). Chosen: 3 % in bf16
 
-# -- a model that does not learn (judge/checks/state.py) -----------------------------------------------------------
-
 CHANCE = 1e-2  # of ln(classes): a cross-entropy of zero logits is that number, to one rounding of bf16 (4e-3)
-
-# -- means (watch/means.py) --------------------------------------------------------------------------------------
 
 WHOLE = 1e-6  # a divisor is a whole number: counts reach it in fp32 with an error of 6e-8
 
-# -- terms of a loss (judge/terms.py) ---------------------------------------------------------------------------
-
 TERM = 0.1  # a term counts so many times: one that is computed from other tokens differs by percents, a factor by 2
-
-# -- beside a reference (compare) --------------------------------------------------------------------------------
 
 # Error of a tensor or block: up to the first it is rounding, above the second a bug; between them two recordings cannot
 # tell. Measured: the null experiment's largest are 1.7e-12, 4.4e-4 (key biases; others 3.5e-6) and 5.6e-2.
@@ -117,8 +103,6 @@ FLIP_SURE, FLIP_TENSORS, FLIP_ELEMENTS = 3.0, 2, 16
 ACTIVATION = {"float64": 1e-6, "float32": 1e-4}
 ACTIVATION_HALF = 5e-2
 NUMBERS = 1e-9  # of the largest number: the reference's numbers in other places; only in fp64
-
-# -- the Taylor test (slopes.py) ---------------------------------------------------------------------------------
 
 SLOPE = 1e-6  # Richardson's rule leaves about 1e-9 in fp64
 SLOPE_FLOOR = 1e-3  # of the largest class's slope: smaller ones drown in the loss's own rounding

@@ -166,8 +166,6 @@ class Zero3Hooks:
             handles.append(module.register_load_state_dict_pre_hook(loading))
         return handles
 
-    # -- forward
-
     def _forward_begins(self, _: nn.Module, __: Any) -> None:
         if self._run.phase == "backward":  # a recomputed forward
             return
@@ -246,8 +244,6 @@ class Zero3Hooks:
         else:
             self._next, self._previous = following, {**preceding, 0: order[-1]}
 
-    # -- backward
-
     def begin_backward(self, on_block_done: Callable[[set[int]], None] | None) -> None:
         """`on_block_done` may send what backward has left behind: at the same points on all ranks."""
         self._begin(Run("backward", sys.exception(), on_block_done=on_block_done))
@@ -295,8 +291,6 @@ class Zero3Hooks:
         """Wait until all data ranks have ended the last backward. Raises where an exception has ended one."""
         self._confirm(self._run.announced)
 
-    # -- together with the other ranks
-
     def wait_for_all(self, said: str, gives_up: bool = False) -> None:
         """All data ranks come here now, or all raise: before a collective of the step. gives_up: this one, its step."""
         self.wait_for_unshard()
@@ -338,8 +332,6 @@ class Zero3Hooks:
     def _forget_groups(self) -> None:
         for group in self.groups:
             group.state, group.open_forwards = GroupState.SHARDED, 0
-
-    # -- gathering and freeing
 
     def _need(self, group: ParamGroup) -> None:
         """Full before anyone computes with it."""
@@ -397,8 +389,6 @@ class Zero3Hooks:
             done = group.state is not GroupState.SHARDED if kept else group.state is GroupState.UNSHARDED
             if done and group not in but:
                 self.reshard(group)
-
-    # -- everything full
 
     def gather_all(self) -> None:
         """Every parameter full, until `take_edits`."""

@@ -134,9 +134,6 @@ class DcpFolder:
             ) from error  # fmt: skip
 
 
-# -- the description -------------------------------------------------------------------------------------------------
-
-
 def _tensors(described: Any) -> dict[str, DcpTensor]:
     whole = _made(described, f"{META}.Metadata", f"{MEGATRON}.MCoreMetadata")
     entries, places = whole.get("state_dict_metadata"), whole.get("storage_data")
@@ -243,9 +240,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise RefusedOpcode("no name where one should be")
     return value
-
-
-# -- a piece ---------------------------------------------------------------------------------------------------------
 
 
 def _tensor(data: bytes, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:

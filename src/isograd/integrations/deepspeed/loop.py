@@ -183,8 +183,6 @@ class LoopEngine(nn.Module):
                 return partial(SAID[name], self)
             return getattr(self.module, name)
 
-    # -- a micro-batch
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's. Under cp and tp it is given whole rows, the same on the ranks of a group, and computes this
         rank's part of them: the loss is the mean over this part's labels."""
@@ -231,8 +229,6 @@ class LoopEngine(nn.Module):
         """From now on the loop says where a step ends."""
         self._boundary = is_boundary
 
-    # -- a step
-
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At the boundary of an accumulation the engine's step, on all ranks; else only a count."""
         if not self._syncing:
@@ -271,8 +267,6 @@ class LoopEngine(nn.Module):
             dataset, batch_size or self.settings.micro, sampler=sampler, collate_fn=collate_fn,
             drop_last=self.settings.drop_last, num_workers=num_local_io_workers,
         )  # fmt: skip
-
-    # -- files
 
     def module_state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
         """Whole parameters at every stage, under the module's own names; all ranks call it."""

@@ -209,8 +209,6 @@ class GradientCache:
         """(number of a chunk, its inputs)"""
         return ((i, cut(tower.inputs, i * self.chunk, self.chunk)) for i in range(tower.chunks))
 
-    # -- the parts of a step
-
     @torch.no_grad()
     def _represent(self, tower: _Tower, budget: Budget) -> Tensor:
         """The first pass over a tower: its vectors."""
@@ -313,8 +311,6 @@ class GradientCache:
             if learns:
                 gradient = gradients[here].to(vectors.dtype)
                 step_state.run_backward([vectors], [gradient], last=last and number == 0)
-
-    # -- refusals
 
     def _refuse(self) -> None:
         known = {id(record.parameter) for record in self.engine.table}

@@ -134,9 +134,6 @@ def _decided(explained: list[Finding], free: list[Finding], shared: Collection[s
     return free
 
 
-# -- one step ----------------------------------------------------------------------------------------------------
-
-
 class _Step:
     """A step of both runs: the reference's values, and where the candidate's parts of them stand."""
 

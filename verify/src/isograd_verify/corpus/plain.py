@@ -122,9 +122,6 @@ def all_reduce_gradients(model: nn.Module, group: Any = None) -> None:
             dist.all_reduce(parameter.grad, group=group)
 
 
-# -- tensor parallelism: moves, each with its backward ---------------------------------------------------------------
-
-
 def total(x: Tensor, group: Any = None) -> Tensor:
     """The sum over the ranks of a group."""
     found = x.contiguous().clone()

@@ -198,9 +198,6 @@ def _no_halves(found: Any, place: tuple[object, ...]) -> None:
             raise ValueError(f"{named[:200]}: {found[error.start]!r}, half of a surrogate pair") from error
 
 
-# -- safetensors -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Extent:
     """One tensor of a safetensors file: its bytes are `start` to `stop`, counted from the end of the header."""
@@ -263,9 +260,6 @@ def _extent(path: str | Path, name: str, value: Any) -> Extent:
 
 def _counts(found: Any) -> bool:
     return isinstance(found, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in found)
-
-
-# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def _no_file(path: str | Path, seen: object) -> FileError:

@@ -36,9 +36,6 @@ def use_of(number: int) -> int:
     return number // _USES
 
 
-# -- what an event may hold --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
     """What a rank holds of one parameter, told at an optimizer step."""
@@ -77,9 +74,6 @@ class GivenTensor:
     shape: tuple[int, ...]
     dtype: str
     fillers: tuple[str, ...]  # hashes of what may be its padding
-
-
-# -- events ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

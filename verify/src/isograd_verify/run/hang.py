@@ -74,9 +74,6 @@ def _stuck(stacks: dict[Path, str]) -> bool:
     return bool(innermost) and all(files and not re.search(ELSEWHERE, files[0]) for files in innermost)
 
 
-# -- where everyone is -------------------------------------------------------------------------------------------
-
-
 def stacks(directory: Path) -> dict[Path, str]:
     """Each rank's main stack, as the rank itself writes it when it is sent the signal that it has a handler for."""
     sizes = {path: path.stat().st_size for path in directory.glob("rank-*/stacks.txt")}
@@ -162,9 +159,6 @@ def _at(record: RankRecord, where: dict[Path, str]) -> str:
         return " has ended"
     found = place(where.get(record.path, ""))
     return f" is at {found}" if found else ""
-
-
-# -- the end of it -----------------------------------------------------------------------------------------------
 
 
 def processes(directory: Path) -> set[int]:

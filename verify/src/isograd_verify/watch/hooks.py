@@ -111,8 +111,6 @@ class Hooks:
 
         setattr(home, name, wrapper)
 
-    # -- forward -------------------------------------------------------------------------------------------------
-
     def _enter(self, module: nn.Module, args: Any) -> None:
         """Before a module's own hooks: the outermost one tells the names and the data."""
         c = self.capture
@@ -240,8 +238,6 @@ class Hooks:
     def _arrives(self, name: str, gradient: Tensor | None, box: foreign.Box | None = None) -> None:
         if gradient is not None:
             self.capture.contribution(name, gradient, box)
-
-    # -- backward and step ---------------------------------------------------------------------------------------
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         roots = foreign.tensors_in(args[0] if args else kwargs.get("tensors"))

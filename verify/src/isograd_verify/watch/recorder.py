@@ -162,8 +162,6 @@ class Recorder(Life):
     def after_step(self) -> None:
         """An optimizer has stepped."""
 
-    # -- what collectives.Watch tells ----------------------------------------------------------------------------
-
     def phase(self) -> str:
         """Where the program is: in a backward, an optimizer's step, a model's forward, or elsewhere."""
         if torch._C._current_graph_task_id() != -1:
@@ -221,8 +219,6 @@ class Recorder(Life):
         self.buffers = now
         if changed and self.micro >= 0:  # else between two steps, where buffers are changed as parameters are
             self.event(events.Changed(*self.now, during=during, names=changed))
-
-    # -- what hooks.Hooks tells ----------------------------------------------------------------------------------
 
     def root(self, module: nn.Module) -> None:
         """A module was called that is no part of a known one: learn its parameters' names."""
