@@ -61,14 +61,14 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 52_000,
-    "isograd-verify, lines": 18_140,
-    "comm + engine, lines": 9_686,
+    "isograd, lines": 51_600,
+    "isograd-verify, lines": 18_092,
+    "comm + engine, lines": 9_509,
     "arrows between packages": 133,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,
-    "reassigned fields of engine, comm, losses": 97,
+    "reassigned fields of engine, comm, losses": 94,
     "public class names defined twice": 0,
     "identifiers that are no names": 0,
 }

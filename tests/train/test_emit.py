@@ -1,4 +1,4 @@
-"""Scripts for schedulers that would run: their structure is checked against what Slurm and Kubernetes accept."""
+"""Scripts for schedulers that would run: their structure is checked against what each of them accepts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from isograd.cli.main import main
+from isograd.cli.train import EMITTED
 from isograd.train.run import emit
 
 RUN = """version: 1
@@ -94,7 +95,7 @@ def test_slurm_gets_machines_time_partition_and_cores() -> None:
     assert directives(script("slurm", layout="dp4 tp3"))["nodes"] == "3"  # of 4 GPUs: 8 do not divide 12
 
 
-@pytest.mark.parametrize("kind", ["slurm", "torchrun", "k8s"])
+@pytest.mark.parametrize("kind", emit.KINDS)
 def test_machines_of_more_gpus_than_is_usual_are_asked_for(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """FAILURES E17: --nodes 8 gave a script for 64 GPUs a node."""
     Path("run.yaml").write_text(RUN.format(layout="dp128 tp4 zero1", run="runs/one").replace("64", "512"))
@@ -131,8 +132,8 @@ def test_a_slurm_job_starts_its_ranks_again_after_a_death_but_not_after_a_mistak
     text = script("slurm", "--resilience.after_death", "replace", "--resilience.tries", "2")
     done = bash(text, tools, SLURM_JOB_ID="41234", SLURM_JOB_NODELIST="node7")
     assert (done.stdout.splitlines(), done.returncode) == (["srun"] * starts, ends), done.stderr
-    for kind in ("torchrun", "k8s"):
-        assert " --max-restarts=3 " in script(kind, "--resilience.after_death", "replace")
+    for kind in set(emit.KINDS) - {"slurm"}:
+        assert "--max-restarts=3 " in script(kind, "--resilience.after_death", "replace")
 
 
 # -- torchrun
@@ -211,15 +212,18 @@ class Volume(Strict):
 
 
 class Pod(Strict):
-    restartPolicy: Literal["Never", "OnFailure"]  # a Job allows no other
-    subdomain: str = Name
     terminationGracePeriodSeconds: int
     containers: list[Container]
     volumes: list[Volume]
 
 
+class JobPod(Pod):
+    restartPolicy: Literal["Never", "OnFailure"]  # a Job allows no other
+    subdomain: str = Name
+
+
 class Template(Strict):
-    spec: Pod
+    spec: JobPod
 
 
 class JobSpec(Strict):
@@ -251,13 +255,8 @@ class Service(Strict):
     spec: ServiceSpec
 
 
-def test_kubernetes_gets_a_job_whose_run_is_on_the_volume_and_whose_ranks_share_memory() -> None:
-    """FAILURES B16: the run folder was not on the volume, and /dev/shm was the pod's 64 MiB."""
-    words = ["--claim", "team-data", "--image", "registry/train:1", "--time", "10:00:00", "--run", "runs/My Run_1"]
-    service, job = list(yaml.safe_load_all(script("k8s", *words)))
-    service, job = Service.model_validate(service), Job.model_validate(job)
-    assert (job.spec.completions, job.spec.parallelism, job.spec.activeDeadlineSeconds) == (8, 8, 36_000)
-    pod = job.spec.template.spec
+def the_container(pod: Pod) -> Container:
+    """Of the test's image, with 8 GPUs, the claim at /runs and memory of its own at /dev/shm."""
     (container,) = pod.containers
     assert container.image == "registry/train:1"
     assert container.resources.limits == {"nvidia.com/gpu": 8}
@@ -267,13 +266,222 @@ def test_kubernetes_gets_a_job_whose_run_is_on_the_volume_and_whose_ranks_share_
     claim = mounts["/runs"].persistentVolumeClaim
     assert claim is not None
     assert claim.claimName == "team-data"
+    return container
+
+
+def test_kubernetes_gets_a_job_whose_run_is_on_the_volume_and_whose_ranks_share_memory() -> None:
+    """FAILURES B16: the run folder was not on the volume, and /dev/shm was the pod's 64 MiB."""
+    words = ["--claim", "team-data", "--image", "registry/train:1", "--time", "10:00:00", "--run", "runs/My Run_1"]
+    service, job = list(yaml.safe_load_all(script("k8s", *words)))
+    service, job = Service.model_validate(service), Job.model_validate(job)
+    assert (job.spec.completions, job.spec.parallelism, job.spec.activeDeadlineSeconds) == (8, 8, 36_000)
+    pod = job.spec.template.spec
+    container = the_container(pod)
     assert container.args[0].endswith("isograd train run.yaml --run=/runs/my-run-1")  # given once, on the volume
     # the name that ranks look for is one the service gives: pod NAME-0 in subdomain NAME
     assert f"--master-addr={job.metadata.name}-0.{service.metadata.name} " in container.args[0]
     assert pod.subdomain == service.metadata.name
     assert service.spec.selector == {"job-name": job.metadata.name}
-    done = bash(container.args[0], {"torchrun": 'printf "%s\\n" "$@"'}, JOB_COMPLETION_INDEX="5")
-    assert "--node-rank=5" in done.stdout.splitlines()
+
+
+# -- JobSet (jobset.x-k8s.io/v1alpha2), Kubeflow's PyTorchJob (kubeflow.org/v1), a task of SkyPilot
+
+
+class Network(Strict):
+    enableDNSHostnames: bool
+    publishNotReadyAddresses: bool
+
+
+class FailurePolicy(Strict):
+    maxRestarts: int = Field(ge=0)
+
+
+class JobTemplate(Strict):
+    spec: JobSpec
+
+
+class ReplicatedJob(Strict):
+    name: str = Name
+    replicas: int = Field(ge=1)
+    template: JobTemplate
+
+
+class JobSetSpec(Strict):
+    network: Network
+    failurePolicy: FailurePolicy
+    replicatedJobs: list[ReplicatedJob]
+
+
+class JobSet(Strict):
+    apiVersion: Literal["jobset.x-k8s.io/v1alpha2"]
+    kind: Literal["JobSet"]
+    metadata: Meta
+    spec: JobSetSpec
+
+
+class ReplicaTemplate(Strict):
+    spec: Pod  # without a restart policy, which is the replica's
+
+
+class Replica(Strict):
+    replicas: int = Field(ge=1)
+    restartPolicy: Literal["Always", "OnFailure", "Never", "ExitCode"]
+    template: ReplicaTemplate
+
+
+class RunPolicy(Strict):
+    backoffLimit: int
+    activeDeadlineSeconds: int = Field(ge=1)
+    cleanPodPolicy: Literal["All", "Running", "None"]
+
+
+class PyTorchJobSpec(Strict):
+    nprocPerNode: str = Field(pattern=r"^([1-9]\d*|auto|cpu|gpu)$")  # a string, says its definition
+    runPolicy: RunPolicy
+    pytorchReplicaSpecs: dict[Literal["Master", "Worker"], Replica]
+
+
+class PyTorchJob(Strict):
+    apiVersion: Literal["kubeflow.org/v1"]
+    kind: Literal["PyTorchJob"]
+    metadata: Meta
+    spec: PyTorchJobSpec
+
+
+class JobRecovery(Strict):
+    max_restarts_on_errors: int = Field(ge=0)
+
+
+class SkyResources(Strict):
+    accelerators: str = Field(pattern=r"^[A-Za-z0-9-]+:[1-9]\d*$")
+    cpus: str = Field(pattern=r"^[1-9]\d*\+?$")
+    image_id: str = Field(pattern="^docker:.")
+    job_recovery: JobRecovery
+
+
+class SkyTask(Strict):
+    name: str = Name
+    num_nodes: int = Field(ge=1)
+    workdir: str
+    resources: SkyResources
+    volumes: dict[str, str]
+    envs: dict[str, str]
+    setup: str
+    run: str
+
+
+WORDS = ["--claim", "team-data", "--image", "registry/train:1", "--time", "10:00:00", "--partition", "H100"]
+
+
+def test_a_jobset_has_one_job_of_all_machines_which_is_made_again_as_a_whole() -> None:
+    jobset = JobSet.model_validate(yaml.safe_load(script("jobset", *WORDS)))
+    (replicated,) = jobset.spec.replicatedJobs
+    job = replicated.template.spec
+    assert (replicated.replicas, job.completions, job.parallelism, job.backoffLimit) == (1, 8, 8, 0)
+    assert job.activeDeadlineSeconds == 36_000
+    container = the_container(job.template.spec)
+    assert jobset.spec.network.enableDNSHostnames
+    assert f"--master-addr={jobset.metadata.name}-{replicated.name}-0-0.{jobset.metadata.name} " in container.args[0]
+    assert job.template.spec.subdomain == jobset.metadata.name
+    assert jobset.spec.failurePolicy.maxRestarts == 0
+    again = yaml.safe_load(script("jobset", "--resilience.after_death", "replace", "--resilience.tries", "5"))
+    assert JobSet.model_validate(again).spec.failurePolicy.maxRestarts == 5
+
+
+def test_names_of_pods_fit_into_a_label_of_dns() -> None:
+    """JobSet refuses longer ones: JOBSET-JOB-0-INDEX, and a suffix of six."""
+    jobset = JobSet.model_validate(yaml.safe_load(script("jobset", "--nodes", "64", run="x" * 90)))
+    (replicated,) = jobset.spec.replicatedJobs
+    assert len(f"{jobset.metadata.name}-{replicated.name}-0-9999-abcde") == 63
+    job = PyTorchJob.model_validate(yaml.safe_load(script("pytorchjob", "--nodes", "64", run="x" * 90)))
+    assert len(f"{job.metadata.name}-worker-9999") <= 63
+
+
+@pytest.mark.parametrize(("nodes", "replicas"), [(1, {"Master": 1}), (2, {"Master": 1, "Worker": 1})])
+def test_a_pytorchjob_has_a_master_and_workers_of_one_pod_spec(nodes: int, replicas: dict[str, int]) -> None:
+    text = script("pytorchjob", *WORDS, layout=f"dp{8 * nodes}")
+    job = PyTorchJob.model_validate(yaml.safe_load(text))
+    found = job.spec.pytorchReplicaSpecs
+    assert {str(name): replica.replicas for name, replica in found.items()} == replicas
+    assert job.spec.nprocPerNode == "8"
+    assert job.spec.runPolicy.activeDeadlineSeconds == 36_000
+    for replica in found.values():
+        assert replica.restartPolicy == "OnFailure"
+        assert the_container(replica.template.spec).name == "pytorch"  # the operator looks for this name
+        assert replica.template == found["Master"].template
+
+
+def test_a_task_of_skypilot_asks_for_machines_and_its_managed_job_for_restarts() -> None:
+    task = SkyTask.model_validate(yaml.safe_load(script("skypilot", *WORDS)))
+    assert (task.num_nodes, task.resources.accelerators, task.resources.cpus) == (8, "H100:8", "64+")
+    assert (task.resources.image_id, task.volumes) == ("docker:registry/train:1", {"/runs": "team-data"})
+    assert task.resources.job_recovery.max_restarts_on_errors == 0
+    assert task.envs == {"OMP_NUM_THREADS": "8"}
+    done = bash(task.setup, {"isograd": 'echo "isograd $*"'})
+    assert (done.returncode, done.stdout) == (0, "isograd --version\n"), done.stderr
+    again = yaml.safe_load(script("skypilot", "--resilience.after_death", "replace", "--resilience.tries", "5"))
+    assert SkyTask.model_validate(again).resources.job_recovery.max_restarts_on_errors == 5
+
+
+def machine(kind: str, text: str, rank: int) -> tuple[str, dict[str, str], str]:
+    """What a machine runs, the variables that its cluster sets there, and the name of the first machine."""
+    found = list(yaml.safe_load_all(text))[-1]
+    if kind == "k8s":
+        job = Job.model_validate(found)
+        first = f"{job.metadata.name}-0.{job.spec.template.spec.subdomain}"
+        return job.spec.template.spec.containers[0].args[0], {"JOB_COMPLETION_INDEX": str(rank)}, first
+    if kind == "jobset":
+        jobset = JobSet.model_validate(found)
+        (replicated,) = jobset.spec.replicatedJobs
+        args = replicated.template.spec.template.spec.containers[0].args
+        first = f"{jobset.metadata.name}-{replicated.name}-0-0.{jobset.metadata.name}"
+        return args[0], {"JOB_COMPLETION_INDEX": str(rank)}, first
+    if kind == "pytorchjob":
+        pytorch = PyTorchJob.model_validate(found)
+        replicas, first = pytorch.spec.pytorchReplicaSpecs, f"{pytorch.metadata.name}-master-0"
+        pet = {
+            "PET_NNODES": str(sum(each.replicas for each in replicas.values())), "PET_NODE_RANK": str(rank),
+            "PET_NPROC_PER_NODE": pytorch.spec.nprocPerNode, "PET_MASTER_ADDR": first, "PET_MASTER_PORT": "23456",
+        }  # fmt: skip
+        return replicas["Worker" if rank else "Master"].template.spec.containers[0].args[0], pet, first
+    task = SkyTask.model_validate(found)
+    addresses = [f"10.0.0.{7 + each}" for each in range(task.num_nodes)]
+    sky = {
+        "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "\n".join(addresses),
+        "SKYPILOT_NUM_GPUS_PER_NODE": task.resources.accelerators.partition(":")[2], **task.envs,
+    }  # fmt: skip
+    return task.run, sky, addresses[0]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("kind", ["k8s", "jobset", "pytorchjob", "skypilot"])
+def test_each_machine_calls_torchrun_with_its_number_and_the_first_machine(
+    kind: str, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.run import parse_args
+
+    text = script(kind, "--nodes", str(nodes), "--optimizer.lr", "1e-3", layout=f"dp{4 * nodes}")
+    for rank in range(nodes):
+        command, variables, first = machine(kind, text, rank)
+        done = bash(command, {"torchrun": 'printf "%s\\n" "$@"'}, **variables)
+        assert done.returncode == 0, done.stderr
+        with monkeypatch.context() as patch:  # torchrun reads PET_... itself, where a word is not given
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            words = parse_args(done.stdout.splitlines())
+        assert (words.nnodes, words.nproc_per_node, words.node_rank) == (str(nodes), "4", rank)
+        assert (words.master_addr, words.master_port, words.max_restarts) == (first, 29500, 0)
+        assert words.no_python
+        assert [words.training_script, *words.training_script_args] == [
+            "isograd", "train", "run.yaml", "--optimizer.lr", "1e-3", "--run=/runs/my-run-1",
+        ]  # fmt: skip
+
+
+def test_the_command_line_offers_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tuple(emit.KINDS) == EMITTED
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "{" + ",".join(EMITTED) + "}" in capsys.readouterr().out
 
 
 # -- what is refused
@@ -300,7 +508,7 @@ def test_what_no_cluster_could_run_is_refused(words: list[str], said: str, capsy
 
 @pytest.mark.parametrize(
     ("folder", "name"),
-    [("runs/A_b.c", "a-b-c"), ("runs/8b", "run-8b"), ("x/" + "é" * 9, "run"), ("x" * 90, "x" * 50)],
+    [("runs/A_b.c", "a-b-c"), ("runs/8b", "run-8b"), ("x/" + "é" * 9, "run"), ("x" * 90, "x" * 45)],
 )
 def test_a_folder_becomes_a_name_that_clusters_accept(folder: str, name: str) -> None:
     from isograd.train import reading

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from isograd.train.reading import LoadedConfig
 
 STEP = number(1, 10**18)
+EMITTED = ("torchrun", "slurm", "k8s", "jobset", "pytorchjob", "skypilot")
 TRAIN_END = """Any field of the config can be set here:
   --optimizer.lr 1e-3 --layout "dp4 zero2" data.length=256
 
@@ -53,7 +54,7 @@ def train(words: list[str]) -> int:
         "--log-format", choices=("auto", "lines", "json"), default="auto",
         help="auto: redrawn in place on a terminal, a line a step elsewhere",
     )  # fmt: skip
-    parser.add_argument("--emit", choices=("torchrun", "slurm", "k8s"), help="print what starts the run, start nothing")
+    parser.add_argument("--emit", choices=EMITTED, help="print what starts the run, start nothing")
     _cluster_arguments(parser)
     options, dotted = parse_fields(parser, words)
     if options.emit:
@@ -180,9 +181,9 @@ def _cluster_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a machine (default 8, or 4)")
     group.add_argument("--cpus", type=int, metavar="N", help="CPU cores of each rank (default 8)")
     group.add_argument("--time", metavar="H:MM:SS", help="limit of the job (default 24:00:00)")
-    group.add_argument("--partition", metavar="NAME", help="of Slurm (default: the cluster's)")
-    group.add_argument("--image", metavar="NAME", help="container image for Kubernetes")
-    group.add_argument("--claim", metavar="NAME", help="persistent volume claim for Kubernetes, mounted at /runs")
+    group.add_argument("--partition", metavar="NAME", help="of Slurm (default: the cluster's); SkyPilot: the GPU")
+    group.add_argument("--image", metavar="NAME", help="container image for Kubernetes and SkyPilot")
+    group.add_argument("--claim", metavar="NAME", help="volume (claim) for Kubernetes and SkyPilot, mounted at /runs")
 
 
 def _force_argument(parser: argparse.ArgumentParser) -> None:

@@ -80,7 +80,7 @@ class StartupSummary:
             return ConfigError(
                 "IG652", f"layout {self.config.layout!r} needs {ranks} ranks, and this machine can run {most}",
                 seen=self.machine.describe(), expected=few,
-                fix="another --layout; or --emit torchrun|slurm|k8s for machines that have them; or --force",
+                fix="another --layout; or --emit slurm (or k8s, ...) for machines that have them; or --force",
             )  # fmt: skip
         offloaded = self.needs.largest.optimizer if self.config.optimizer.offload else 0.0
         wanted = self.needs.rank_bytes - offloaded if self.machine.gpu else self.needs.all_bytes(ranks)

@@ -1,8 +1,9 @@
-"""Scripts that start a run elsewhere: torchrun on several machines, a Slurm batch job, a Kubernetes Job.
+"""Scripts that start a run elsewhere: torchrun on several machines, Slurm, Kubernetes, Kubeflow, SkyPilot.
 
 The layout decides how many ranks there are, and `Cluster` how they are spread over machines. torchrun turns its ranks'
-exit codes into 1; a Kubernetes Job starts a pod again until it succeeds, and the run resumes. With
-`resilience.after_death: replace` torchrun and the Slurm script start all ranks again where they are, after a death.
+exit codes into 1; a Kubernetes Job or a PyTorchJob starts a pod again until it succeeds, and the run resumes. With
+`resilience.after_death: replace` torchrun and the Slurm script start all ranks again where they are, after a death;
+where that does not help, a JobSet makes its pods again, and SkyPilot its machines.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shlex
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import PurePosixPath
+from textwrap import indent
 
 from isograd.core.layout import Layout
 from isograd.errors import ConfigError
@@ -55,11 +57,48 @@ exec torchrun --nnodes={nodes} --nproc-per-node={per_node} --node-rank="${{NODE_
   --max-restarts={restarts} --no-python -- {command}
 """
 
+WORDS = """exec torchrun --nnodes={nodes} --nproc-per-node={per_node} --node-rank={rank}
+--master-addr={first} --master-port=29500
+--max-restarts={restarts} --no-python --
+{command}
+"""
+
+POD = """terminationGracePeriodSeconds: 300 # time to finish a step and save it
+volumes:
+  - name: runs # one that all pods can write: every rank writes its part of a checkpoint
+    persistentVolumeClaim: {{claimName: {claim}}}
+  - name: shm # NCCL's shared memory; a pod's own /dev/shm is 64 MiB
+    emptyDir: {{medium: Memory, sizeLimit: {shm}Gi}}
+containers:
+  - name: pytorch # as Kubeflow's operator wants it
+    image: {image} # has isograd, the config and its data
+    volumeMounts:
+      - {{name: runs, mountPath: {volume}}}
+      - {{name: shm, mountPath: /dev/shm}}
+    resources:
+      requests: {{cpu: {pod_cpus}}}
+      limits: {{nvidia.com/gpu: {per_node}}}
+    env: [{{name: OMP_NUM_THREADS, value: "{cpus}"}}]
+    command: [bash, -c]
+    args:
+      - >-
+""" + indent(WORDS, " " * 8)
+
+JOB = """completions: {nodes}
+parallelism: {nodes}
+completionMode: Indexed
+activeDeadlineSeconds: {seconds}
+template:
+  spec:
+    restartPolicy: Never
+    subdomain: {name}
+""" + indent(POD, " " * 4)
+
 K8S = """apiVersion: v1
 kind: Service
 metadata: {{name: {name}}}
 spec:
-  clusterIP: None # gives each pod a name: {name}-0.{name}
+  clusterIP: None # gives each pod a name: {first}
   publishNotReadyAddresses: true # ranks look for each other before pods count as ready
   selector: {{job-name: {name}}}
 ---
@@ -67,39 +106,61 @@ apiVersion: batch/v1
 kind: Job
 metadata: {{name: {name}}}
 spec:
-  completions: {nodes}
-  parallelism: {nodes}
-  completionMode: Indexed
   backoffLimit: 100 # a pod that ends before the run is done is started again, and resumes
-  activeDeadlineSeconds: {seconds}
-  template:
-    spec:
-      restartPolicy: Never
-      subdomain: {name}
-      terminationGracePeriodSeconds: 300 # time to finish a step and save it
-      containers:
-        - name: train
-          image: {image} # has isograd, the config and its data
-          command: [bash, -c]
-          args:
-            - >-
-              exec torchrun --nnodes={nodes} --nproc-per-node={per_node} --node-rank=$JOB_COMPLETION_INDEX
-              --master-addr={name}-0.{name} --master-port=29500
-              --max-restarts={restarts} --no-python --
-              {command}
-          env: [{{name: OMP_NUM_THREADS, value: "{cpus}"}}]
-          resources:
-            requests: {{cpu: {pod_cpus}}}
-            limits: {{nvidia.com/gpu: {per_node}}}
-          volumeMounts:
-            - {{name: runs, mountPath: {volume}}}
-            - {{name: shm, mountPath: /dev/shm}}
-      volumes:
-        - name: runs # one that all pods can write: every rank writes its part of a checkpoint
-          persistentVolumeClaim: {{claimName: {claim}}}
-        - name: shm # NCCL's shared memory; a pod's own /dev/shm is 64 MiB
-          emptyDir: {{medium: Memory, sizeLimit: {shm}Gi}}
-"""
+""" + indent(JOB, " " * 2)
+
+JOBSET = """apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata: {{name: {name}}}
+spec:
+  network: {{enableDNSHostnames: true, publishNotReadyAddresses: true}} # gives each pod a name: {first}
+  failurePolicy: {{maxRestarts: {restarts}}} # how often all pods are made again, and the run resumes
+  replicatedJobs:
+    - name: node
+      replicas: 1
+      template:
+        spec:
+          backoffLimit: 0 # a pod that fails ends all of them
+""" + indent(JOB, " " * 10)
+
+PYTORCHJOB = """apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata: {{name: {name}}}
+spec:
+  nprocPerNode: "{per_node}" # with it the operator sets the variables PET_...
+  runPolicy: {{backoffLimit: 100, activeDeadlineSeconds: {seconds}, cleanPodPolicy: Running}}
+  pytorchReplicaSpecs:
+    Master:
+      replicas: 1
+      restartPolicy: OnFailure # a pod that ends before the run is done is started again, and resumes
+      template: &pod
+        spec:
+""" + indent(POD, " " * 10)
+
+WORKERS = "    Worker: {{replicas: {}, restartPolicy: OnFailure, template: *pod}}"
+
+SKYPILOT = """name: {name}
+num_nodes: {nodes}
+workdir: . # launch from the folder that the config's paths are relative to
+resources:
+  accelerators: "{gpu}:{per_node}"
+  cpus: {pod_cpus}+
+  image_id: "docker:{image}" # has isograd
+  job_recovery: {{max_restarts_on_errors: {restarts}}} # of a managed job (sky jobs launch)
+volumes: {{{volume}: {claim}}} # one that all nodes can write: every rank writes its part of a checkpoint
+envs: {{OMP_NUM_THREADS: "{cpus}"}}
+setup: isograd --version
+run: >-
+""" + indent(WORDS.replace("{per_node}", "$SKYPILOT_NUM_GPUS_PER_NODE"), " " * 2)
+
+KINDS = {  # the script; where torchrun's words are in YAML: the number of a machine, and the name of the first
+    "torchrun": (TORCHRUN, "", ""),
+    "slurm": (SLURM, "", ""),
+    "k8s": (K8S, "$JOB_COMPLETION_INDEX", "{name}-0.{name}"),
+    "jobset": (JOBSET, "$JOB_COMPLETION_INDEX", "{name}-node-0-0.{name}"),
+    "pytorchjob": (PYTORCHJOB + "{workers}", "$PET_NODE_RANK", "$PET_MASTER_ADDR"),
+    "skypilot": (SKYPILOT, "$SKYPILOT_NODE_RANK", '$(head -n 1 <<< "$SKYPILOT_NODE_IPS")'),
+}
 
 
 @dataclass(frozen=True)
@@ -116,11 +177,12 @@ class Cluster:
 
 
 def script(kind: str, path: str, dotted: list[str], config: Config, cluster: Cluster) -> str:
-    """The text of a script of one kind: 'torchrun', 'slurm' or 'k8s'."""
+    """The text of a script of one of `KINDS`."""
     nodes, per_node = spread(config, cluster)
     name = name_of(config)
+    text, rank, first = KINDS[kind]
     run, set_here, after = config.run, _options(dotted), config.resilience
-    if kind == "k8s":
+    if rank:
         run = str(PurePosixPath(VOLUME) / name)
         set_here = [*(each for each in set_here if each[0].partition("=")[0] != "--run"), [f"--run={run}"]]
     command = shlex.join(["isograd", "train", path, *chain(*set_here)])
@@ -129,12 +191,13 @@ def script(kind: str, path: str, dotted: list[str], config: Config, cluster: Clu
             "IG638", "a line break or a control character in the command cannot go into a script", seen=repr(command),
             expected="options of one line", fix="put such values into the config file",
         )  # fmt: skip
-    text = {"slurm": SLURM, "torchrun": TORCHRUN, "k8s": K8S}[kind]
     return text.format(
         name=name, nodes=nodes, per_node=per_node, run=run, cpus=cluster.cpus, pod_cpus=cluster.cpus * per_node,
         restarts=after.tries if after.after_death == "replace" else 0,
         time=cluster.time, seconds=_seconds(cluster.time), volume=VOLUME, shm=8 * per_node,
         partition=f"#SBATCH --partition={_word('--partition', cluster.partition)}\n" if cluster.partition else "",
+        rank=rank, first=first.format(name=name), workers=WORKERS.format(nodes - 1) if nodes > 1 else "",
+        gpu=_word("--partition", cluster.partition or "REPLACE-WITH-YOUR-GPU"),
         image=_word("--image", cluster.image), claim=_word("--claim", cluster.claim),
         command=command,
     ).rstrip()  # fmt: skip
@@ -172,8 +235,8 @@ def spread(config: Config, cluster: Cluster) -> tuple[int, int]:
 
 
 def name_of(config: Config) -> str:
-    """The run's folder as a name that Slurm and Kubernetes accept: at most 50 of a-z, 0-9 and '-', a letter first."""
-    name = re.sub(r"[^a-z0-9]+", "-", config.folder.name.lower()).strip("-")[:50].strip("-")
+    """The run's folder as a name that Slurm and Kubernetes accept: at most 45 of a-z, 0-9 and '-', a letter first."""
+    name = re.sub(r"[^a-z0-9]+", "-", config.folder.name.lower()).strip("-")[:45].strip("-")
     return name if name[:1].isalpha() else f"run-{name}".strip("-")
 
 
