@@ -145,7 +145,8 @@ def started_by_torchrun(folder: Path, layout: str, **changes: object) -> subproc
 def test_torchrun_starts_all_ranks_again_after_kill_9_with_the_same_bits_and_the_journal_counts_it(
     layout: str, tmp_path: Path
 ) -> None:
-    """At ZeRO 0 the rank that is left writes its own state first; at ZeRO 1 it is the newest checkpoint."""
+    """At ZeRO 0 the rank that is left writes its own state first, unless it was past its optimizer and had not ended
+    its step; then, and at ZeRO 1, it is the newest checkpoint."""
     process = started_by_torchrun(tmp_path, layout)
     try:
         until(12, tmp_path / "run", process)
@@ -161,8 +162,9 @@ def test_torchrun_starts_all_ranks_again_after_kill_9_with_the_same_bits_and_the
     (restart,) = [line for line in lines if line.get("event") == "restart"]
     (recovered,) = [line for line in lines if line.get("event") == "recovered"]
     assert restart["step"] == recovered["step"] == resumed
-    assert restart["lost_steps"] <= (1 if layout == "dp2" else 5)
-    assert layout == "dp2" or resumed % 5 == 0
+    held = f"the state after step {resumed} was held by those that are left" in (tmp_path / "said.txt").read_text()
+    assert restart["lost_steps"] <= (1 if held else 5)
+    assert (held and layout == "dp2") or resumed % 5 == 0
     steps = {line["step"]: line for line in lines if "event" not in line}
     assert all((line["goodput"] == 1.0) == (step <= resumed) for step, line in steps.items())
     done_s, parts = sum(line["seconds_per_step"] for line in steps.values()), recovered["parts"]
