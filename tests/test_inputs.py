@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isograd.core.attributes import set_attributes
 from isograd.core.input_checks import IdCheck, InputChecks
 from isograd.core.mesh import Mesh
 from isograd.core.rng import key
@@ -271,3 +272,21 @@ def test_a_model_is_watched_by_its_latest_engine_only() -> None:
     assert float(latest.columns()[0]) != 0
     latest.clear()
     assert latest.columns().tolist() == [0.0, 0.0]
+
+
+class Interrupted:
+    """Ctrl-C comes while its attribute is set to False."""
+
+    training = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if not value:
+            raise KeyboardInterrupt
+
+
+def test_attributes_are_as_before_when_an_interrupt_comes_while_they_are_set() -> None:
+    layer, other = nn.Linear(3, 3), Interrupted()
+    with pytest.raises(KeyboardInterrupt), set_attributes(layer, other, training=False):
+        raise AssertionError("it was entered")
+    assert layer.training and other.training

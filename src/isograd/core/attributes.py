@@ -11,9 +11,9 @@ from typing import Any
 def set_attributes(*holders: object, **values: Any) -> Iterator[None]:
     """In here each of these objects has these values for attributes that it has."""
     before = [(holder, name, getattr(holder, name)) for holder in holders for name in values]
-    for holder, name, _ in before:
-        setattr(holder, name, values[name])
     try:
+        for holder, name, _ in before:
+            setattr(holder, name, values[name])
         yield
     finally:
         for holder, name, value in before:
