@@ -25,7 +25,7 @@ from isograd_verify.record.recording import STEPS
 
 _started: list[Any] = []
 _ends: list[Callable[[], None]] = []
-_left: list[Any] = []  # process groups that the program has destroyed
+_left: set[Any] = set()  # process groups of worlds that the program has ended, wholly or in part
 
 
 def prepare(directory: str, end: Callable[[], None] | None = None) -> None:
@@ -56,7 +56,7 @@ def prepare(directory: str, end: Callable[[], None] | None = None) -> None:
     def left(*args: Any, **kwargs: Any) -> None:
         """Keeps the groups: DDP's reducer, else their last holder, has the GIL while it waits for a group's thread to
         end, and a message that was sent under a dispatch mode, as ours are, needs the GIL in that thread."""
-        _left.extend(dist.distributed_c10d._world.pg_map)
+        _left.update(dist.distributed_c10d._world.pg_map)
         leaving(*args, **kwargs)
 
     for name, module in list(sys.modules.items()):  # torch's own modules hold them by name: init_device_mesh joins, too
