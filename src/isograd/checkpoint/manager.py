@@ -100,7 +100,7 @@ class CheckpointManager:
     def _take_folder(self) -> None:
         if self.on_error not in get_args(OnError):
             raise ValueError(f"on_error={self.on_error!r}: one of {get_args(OnError)}")
-        index(self.keep_last)
+        index(self.keep_last)  # raises a TypeError where it is no whole number
         if self.mesh.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = folders.Lock(self.folder, self._job)

@@ -49,7 +49,7 @@ def start(config: Config, listener: SignalListener, given: RunOptions, *, force:
         except CommError as error:
             if error.code == "IG213" and config.resilience.after_death != "end":  # another rank has died
                 held = {0: offers(config.run)}
-                said = state_of(config, lambda jobs: ({n: do(*given) for n, (do, given) in jobs.items()}, {}), held)
+                said = state_of(config, lambda jobs: ({n: do(*args) for n, (do, args) in jobs.items()}, {}), held)
                 print(f"isograd: {said}", file=sys.stderr, flush=True)
             raise
         return _said(outcome) if first else outcome.code
