@@ -36,6 +36,7 @@ DTYPES = {
 }  # fmt: skip
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
 CHUNK = 1 << 18  # bytes that are hashed and written at a time
+BEGUN = 1 << 22  # bytes that the disk is told to begin with, so that a flush has less to wait for
 MOST = 1 << 25  # bytes that are flushed and read again at a time; on a slow disk fewer
 
 
@@ -128,7 +129,7 @@ class _Again:
     def __init__(self, path: Place, file: IO[Any], moved: Callable[[], None]) -> None:
         self._path, self._file, self._moved = path, file, moved
         self._block: list[tuple[str, memoryview]] = []  # (what is said if another is read, what was written)
-        self._start, self._end, self._flushed, self._every = 0, 0, 0, CHUNK  # bytes
+        self._start, self._end, self._begun, self._flushed, self._every = 0, 0, 0, 0, CHUNK  # bytes
         self._lately = 0.0, 1e-3  # bytes that were flushed, in seconds
         self._reading: Future[None] = Future()
         self._reading.set_result(None)
@@ -139,6 +140,10 @@ class _Again:
         self._file.write(data)
         self._moved()
         self._end += len(data)
+        if isinstance(self._path, Path) and self._end - self._begun >= BEGUN:
+            self._file.flush()
+            self._leave_memory(self._file, self._begun, self._end)
+            self._begun = self._end
         rest = self._end % mmap.PAGESIZE  # a page that is still written cannot be read from the disk
         if isinstance(self._path, StorePath) or self._end - self._start < self._every or rest > len(data):
             self._block.append((unlike, data))
@@ -176,15 +181,18 @@ class _Again:
             size = file.seek(0, os.SEEK_END)
             if size < end or (last and size > end):
                 raise CheckpointError("IG945", seen=f"{size:,} bytes instead of {end:,}", path=self._path)
-            if isinstance(self._path, Path) and hasattr(os, "posix_fadvise"):
-                # From the disk, as far as the system allows, and not from memory.
-                os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+            self._leave_memory(file, start, end)  # to be read from the disk, as far as the system allows
             file.seek(start)
             for unlike, data in block:
                 count = file.readinto(memoryview(self._room)[: len(data)])
                 if count != len(data) or not self._room.startswith(data):  # that compares as fast as memory is read
                     raise CheckpointError("IG945", seen=unlike, path=self._path)
                 self._moved()
+
+    def _leave_memory(self, file: IO[Any], start: int, end: int) -> None:
+        """Ask the system to write these bytes to the disk, or, where they are there, to forget its copy of them."""
+        if isinstance(self._path, Path) and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Let the thread end: before the file is closed that it flushes."""
