@@ -208,6 +208,10 @@ def test_prometheus_reads_the_newest_numbers_while_the_run_lasts(tmp_path: Path)
             "isograd_step": 4, "isograd_loss": 1.25, "isograd_skipped": 0, "isograd_evaluation_loss": 2.5,
             "isograd_evaluation_weight": 40, "isograd_loss_a_b": -1e-7, "isograd_per_s": math.inf,
         }  # fmt: skip
+        with ExitStack() as silent:  # connections that ask for nothing keep nobody waiting
+            for _ in range(8):
+                silent.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(b"GET /met")
+            assert asked(port)[0] == 200
         assert asked(port, "/")[0] == asked(port, "/metrics/../etc/passwd")[0] == 404
         assert asked(port, method="POST")[0] == asked(port, method="HEAD")[0] == 501
         with pytest.raises(TrainError, match=rf"IG982(.|\n)*127\.0\.0\.1:{port}: Address already in use"):

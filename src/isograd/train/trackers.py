@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def _prometheus(config: Config, _: Path, stack: ExitStack) -> Send:
     class Metrics(BaseHTTPRequestHandler):
         """Answers GET /metrics with the newest numbers in Prometheus' text format, and nothing else."""
 
-        timeout = 2.0  # seconds, after which a client that asks for nothing gives way to the next one
+        timeout = 2.0  # seconds, after which the connection of a client that asks for nothing is closed
 
         def do_GET(self) -> None:
             """Answer one request."""
@@ -150,7 +150,7 @@ def _prometheus(config: Config, _: Path, stack: ExitStack) -> Send:
 
     host, port = config.log.metrics_host, config.log.metrics_port
     try:
-        server = HTTPServer((host, port or 0), Metrics)
+        server = ThreadingHTTPServer((host, port or 0), Metrics)
     except OSError as error:
         raise TrainError(
             "IG982", "log.metrics_port cannot be opened", seen=f"{host}:{port}: {error.strerror}",
