@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -453,6 +454,17 @@ def machine(kind: str, text: str, rank: int) -> tuple[str, dict[str, str], str]:
     return task.run, sky, addresses[0]
 
 
+@pytest.mark.parametrize("kind", ["k8s", "jobset", "pytorchjob", "skypilot"])
+def test_a_path_reaches_isograd_as_it_is_past_kubernetes_and_the_shell(kind: str) -> None:
+    path = "data/it's $(OMP_NUM_THREADS) $(date) $$.bin"
+    command, variables, _ = machine(kind, script(kind, "--data.sources", json.dumps([{"path": path}]), layout="dp4"), 0)
+    if kind != "skypilot":  # Kubernetes: $$ is $, and $(NAME) the variable of `env`, where there is one
+        known = {"$$": "$", "$(OMP_NUM_THREADS)": "8"}
+        command = re.sub(r"\$\$|\$\(\w+\)", lambda found: known.get(found[0], found[0]), command)
+    done = bash(command, {"torchrun": 'printf "%s\\n" "$@"'}, **variables)
+    assert path in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("kind", ["k8s", "jobset", "pytorchjob", "skypilot"])
 def test_each_machine_calls_torchrun_with_its_number_and_the_first_machine(
@@ -495,6 +507,8 @@ def test_the_command_line_offers_each_kind(capsys: pytest.CaptureFixture[str]) -
         (["--nodes", "4", "--gpus-per-node", "8"], "4 machine(s) of 8 GPUs"),
         (["--gpus-per-node", "7"], "IG638"),
         (["--time", "tomorrow"], "--time 'tomorrow' is not a time"),
+        (["--time", "1:99:00"], "--time '1:99:00' is not a time"),
+        (["--cpus", "0"], "'0' is not a whole number from 1"),
         (["--partition", "a b"], "--partition 'a b' is not a name"),
         (["--run", "a\n#SBATCH --uid=0"], "line break"),
         (["--layout", "dp2 tp11", "--model.options.heads", "22"], "fill no whole number of machines"),

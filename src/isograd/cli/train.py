@@ -179,7 +179,7 @@ def _cluster_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("with --emit")
     group.add_argument("--nodes", type=int, metavar="N", help="machines (default: ranks / GPUs of a machine)")
     group.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a machine (default 8, or 4)")
-    group.add_argument("--cpus", type=int, metavar="N", help="CPU cores of each rank (default 8)")
+    group.add_argument("--cpus", type=number(1, 1 << 20), metavar="N", help="CPU cores of each rank (default 8)")
     group.add_argument("--time", metavar="H:MM:SS", help="limit of the job (default 24:00:00)")
     group.add_argument("--partition", metavar="NAME", help="of Slurm (default: the cluster's); SkyPilot: the GPU")
     group.add_argument("--image", metavar="NAME", help="container image for Kubernetes and SkyPilot")

@@ -191,6 +191,8 @@ def script(kind: str, path: str, dotted: list[str], config: Config, cluster: Clu
             "IG638", "a line break or a control character in the command cannot go into a script", seen=repr(command),
             expected="options of one line", fix="put such values into the config file",
         )  # fmt: skip
+    if kind in ("k8s", "jobset", "pytorchjob"):
+        command = command.replace("$", "$$")  # in `args` Kubernetes reads $(NAME) and $$ before a shell does
     return text.format(
         name=name, nodes=nodes, per_node=per_node, run=run, cpus=cluster.cpus, pod_cpus=cluster.cpus * per_node,
         restarts=after.tries if after.after_death == "replace" else 0,
@@ -251,7 +253,7 @@ def _options(words: list[str]) -> list[list[str]]:
 
 
 def _seconds(time: str) -> int:
-    match = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,3}):(\d\d):(\d\d)", time)
+    match = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)", time)
     if match is None:
         raise ConfigError(
             "IG638", f"--time {time!r} is not a time", expected="hours:minutes:seconds or days-hours:minutes:seconds",
