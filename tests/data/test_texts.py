@@ -126,6 +126,8 @@ def test_folders_are_read_in_the_order_of_their_names_and_small_files_share_a_sh
         ('{"text": "x"', "line 3"),
         ("[1]", "list instead of an object"),
         ('{"txt": "x"}', "keys: 'txt'"),
+        ('{"conversations": [{"from": "human", "value": "x"}]}', "isograd data build --chat"),
+        ('{"instruction": "x", "output": "y"}', "isograd data build --chat"),
         ('{"text": 3}', "int instead of text"),
         ('{"text": "\\ud800"}', "half of a surrogate pair"),
         ("[" * 100_000, "line 3"),

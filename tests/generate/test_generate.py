@@ -321,6 +321,12 @@ def test_a_line_that_is_no_prompt_is_refused_before_anything_is_written(folder: 
     assert code == 2 and NO_PROMPTS[line] in text and "hello\n" not in text.split("IG")[0]
 
 
+def test_a_file_without_prompts_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "none.jsonl").write_text("\n")
+    code, text = said(capsys, "generate", str(folder), "--prompts", str(tmp_path / "none.jsonl"))
+    assert code == 2 and "IG911" in text and '{"prompt": "a text"}' in text
+
+
 USER, ANSWER = {"role": "user", "content": "you ?"}, {"role": "assistant", "content": "me"}
 CONVERSATIONS = {
     "messages": {"messages": [USER, ANSWER]},

@@ -177,9 +177,12 @@ def _prompts(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any]
         yield {"prompt": text}, text
         return
     from isograd.data.texts import values
+    from isograd.errors import DataError
 
     path = Path(options.prompts)
-    yield from [(given, _asked(given, path, n)) for n, given in values(path)]  # all are read before one is answered
+    if not (lines := list(values(path))):
+        raise DataError("IG911", seen="no prompt", fix='write a line for each: {"prompt": "a text"}', path=path)
+    yield from [(given, _asked(given, path, n)) for n, given in lines]  # all are read before one is answered
 
 
 def _asked(given: Any, path: Path, number: int) -> Any:

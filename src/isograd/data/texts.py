@@ -317,8 +317,8 @@ def _field(path: Path, start: int, text: str, key: str) -> str:
         raise _no_field(path, start, f"no JSON: {error}", key) from error
     if not isinstance(found, dict):
         raise _no_field(path, start, f"{type(found).__name__} instead of an object", key)
-    if key not in found and "messages" in found:
-        raise _no_field(path, start, "a conversation: 'messages'", key, "isograd data build --chat, or task: chat")
+    if key not in found and (chat := [name for name in ("messages", "conversations", "instruction") if name in found]):
+        raise _no_field(path, start, f"a conversation: {chat[0]!r}", key, "isograd data build --chat, or task: chat")
     if key not in found:
         raise _no_field(path, start, f"keys: {', '.join(map(repr, list(found)[:10]))}", key)
     return _string(found[key], lambda seen: _no_field(path, start, seen, key))

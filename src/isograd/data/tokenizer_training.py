@@ -55,7 +55,8 @@ def train_tokenizer(
     left_out = Counter[str]()
     texts = _texts(recipe, chat, left_out)
     if (first := next(texts, None)) is None:
-        raise DataError("IG923", seen=left_out_text(left_out) or "no text")
+        fix = 'give inputs that hold conversations, such as {"messages": [...]} in each line' if chat else None
+        raise DataError("IG923", seen=left_out_text(left_out) or "no text", fix=fix or "give inputs that hold text")
     made.train_from_iterator(chain([first], texts), trainer)
     builtin_chats.save_tokenizer(folder, made.to_str(pretty=True), builtin_chats.END)
     return int(made.get_vocab_size()), left_out_text(left_out)

@@ -177,7 +177,7 @@ IG481: the scales of float8 ({recipe}) would not be those of one device under {l
   expected: a layout of dp, zero, pp, and of tp that divides key and value heads and leaves multiples of 16; cp with
             rowwise_with_gw_hp
   fix:      --model.float8 rowwise_with_gw_hp under cp; else another tp
-IG604: no such config file: {source}
+IG604: no model's config at {source}
 IG611: this {kind} is quantised
   expected: weights in fp32, bf16 or fp16
   fix:      take the weights it was quantised from, or dequantise them with transformers

@@ -151,7 +151,7 @@ def texts_of(files: Sequence[str], tokenizer: str) -> Iterator[str | Conversatio
         path = Path(name)
         if path.suffix not in (".jsonl", ".parquet"):
             if not path.is_file():
-                raise DataError("IG910", seen="no such file", path=path)
+                raise DataError("IG910", seen="no such file", fix="name files of text, .jsonl or .parquet", path=path)
             yield read_text(path, 1 << 30)
             continue
         for number, value in values(path):

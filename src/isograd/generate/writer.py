@@ -190,7 +190,9 @@ def _checkpoint_of(place: Path) -> Path:
     from isograd.checkpoint.folder import one_of
 
     if not place.is_dir():
-        raise ConfigError("IG645", seen="no such folder", place=place)
+        raise ConfigError(
+            "IG645", seen="no such folder", place=place, fix="give the folder that the run's config names as 'run'"
+        )
     if (place / "adapter_config.json").is_file():
         fix = "isograd ckpt convert RUN OUT --tokenizer DIR, without --adapters: the merged model"
         raise ConfigError("IG645", seen="adapters without their model", place=place, fix=fix)

@@ -311,7 +311,8 @@ def load_config(source: str) -> TransformerConfig:
     if not path.exists():
         if path.suffix or "/" in source:
             seen = not_there(path)
-            raise ConfigError("IG604", seen=seen, expected=f"a file, or a preset: {', '.join(PRESETS)}", source=source)
+            expected = f"a model's folder, a file, or a preset: {', '.join(PRESETS)}"
+            raise ConfigError("IG604", seen=seen, expected=expected, source=source)
         return preset(source)
     values = _read(path, source)
     if not isinstance(values, dict):
