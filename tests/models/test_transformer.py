@@ -161,6 +161,8 @@ def refusals() -> list[str]:
         lambda: drop(tokens[0]),
         lambda: TransformerConfig(vocab=0, hidden=10, layers=1, heads=3, mlp=4, norm="batch"),
         lambda: drop(tokens, tokens, key=rng.key(0), samples=None),
+        lambda: Transformer("tiny-llama", alone),  # type: ignore[arg-type]
+        lambda: Transformer(preset("tiny-llama"), "dp2"),  # type: ignore[arg-type]
     ]
     codes = []
     for call in calls:
@@ -172,4 +174,5 @@ def refusals() -> list[str]:
 
 def test_models_that_cannot_be_are_refused_by_code() -> None:
     expected = ["IG400", "IG406", "IG403", "IG404", "IG402", "IG411", "IG413", "IG410", "IG601", "IG413"]
+    expected += ["IG418", "IG418"]
     assert refusals() == expected

@@ -90,6 +90,9 @@ IG417: the model was given token ids or labels outside its vocabulary
   expected: ids from 0 to vocabulary - 1; as a label also the ignore index, where there is no target
   fix:      tokenise with the model's own vocabulary; if another label marks positions without a target, such as -1,
             give it to the model: Transformer(..., ignore_index=-1)
+IG418: a Transformer is made of a config and a mesh
+  fix:      ig.models.Transformer(ig.models.TransformerConfig(vocab=256, hidden=64, layers=2, heads=2, mlp=256),
+            ig.Mesh("dp2")); a folder of Hugging Face: ig.hf.load(path, ig.Mesh("dp2"))
 IG421: no safetensors in {place}
   expected: *.safetensors
   fix:      pickled weights (.bin, .pt) can run code and are not read; convert them with transformers:

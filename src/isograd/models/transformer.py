@@ -144,6 +144,8 @@ class Transformer(nn.Module):
         ignore_index: the label of positions without a target.
         """
         super().__init__()
+        if not isinstance(config, TransformerConfig) or not isinstance(mesh, Mesh):
+            raise ModelError("IG418", seen=f"Transformer({type(config).__name__}, {type(mesh).__name__})")
         if mesh.layout.ep > 1 and config.experts is None:
             raise ModelError("IG400", seen=str(mesh.layout), ep=mesh.layout.ep, where=mesh.describe_rank())
         self.config, self.mesh = config, mesh
