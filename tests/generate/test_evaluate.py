@@ -84,6 +84,8 @@ def test_the_command_reads_texts_and_lines_and_says_what_it_found(folder: Path, 
     for name, said in (("c.jsonl", "IG913"), ("d.txt", "IG910")):
         assert main(["evaluate", str(folder), "--files", str(tmp_path / name)]) == 2
         assert said in capsys.readouterr().err
+    assert main(["evaluate", str(folder), "--files", str(tmp_path / "a.txt"), "--length", "100000"]) != 0
+    assert "IG411" in capsys.readouterr().err
     assert main(["evaluate", str(folder)]) == 2
     assert "--files FILE ..., or --tasks" in capsys.readouterr().err
 

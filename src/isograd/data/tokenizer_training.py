@@ -41,7 +41,12 @@ def train_tokenizer(
     if vocabulary < least:
         raise DataError("IG924", seen=f"a vocabulary of {vocabulary}", expected=f"at least {least}: bytes and special")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError("IG916", seen="something else", fix="choose a new folder", folder=folder)
+        raise DataError(
+            "IG916",
+            seen=sorted(p.name for p in folder.iterdir())[:10] if folder.is_dir() else "a file",
+            fix="choose a new folder",
+            folder=folder,
+        )
     found = find_inputs([str(path) for path in inputs], folder, chat)
     text = find_tokenizer("bytes").vocabulary
     recipe = Recipe(text, documents, text_key, 0.0, SHARD, found, "text", "0" * 64 if chat else None)

@@ -75,7 +75,7 @@ IG409: a gradient of a gradient was asked for, of an operation whose backward ha
             torch.nn.attention.sdpa_kernel(SDPBackend.MATH), can be differentiated twice; else leave create_graph out
 IG410: tokens, labels and documents must be [batch, sequence]
   expected: two dimensions, the same for all
-IG411: the sequence is longer than the learned positions
+IG411: the sequence is longer than the model's positions
   expected: at most {max_positions}
 IG413: dropout without key and samples would differ between layouts
   expected: model(tokens, labels, key=isograd.core.rng.key(seed, step), samples=ids)
@@ -379,6 +379,7 @@ IG934: `extra` is not JSON
   expected: numbers, strings, lists and dicts with string keys
 IG935: no checkpoint at {path}
   expected: a folder named like step-00000100, or one that holds such folders
+  fix:      give a run's folder (`run` in its config), one of its checkpoints, or a Hugging Face folder with weights
 IG936: {place} is damaged
   expected: files with the sizes and hashes that manifest.json lists, and finite values in them
   fix:      'isograd ckpt verify' lists every damaged tensor; take another checkpoint, or start anew elsewhere

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.core.mesh import Mesh
-from isograd.errors import DataError, IsogradError
+from isograd.errors import DataError, IsogradError, ModelError
 
 Row = tuple[Sequence[int], int]  # tokens, and how many of the last are asked for
 Conversation = tuple[list[int], list[int]]  # tokens, and 1 for each that the assistant writes
@@ -130,6 +130,8 @@ def scorer_of(folder: str, words: Mapping[str, Any], mesh: Mesh, length: int | N
 
     model: Any = hf.load(folder, mesh, prove=mesh.layout.world_size > mesh.size("dp")).eval()
     room = int(getattr(model.config, "max_position_embeddings", None) or 1024)
+    if length is not None and length > room:
+        raise ModelError("IG411", seen=f"--length {length}", max_positions=room)
     logits = partial(logits_of, model, mesh)
     return Scorer(logits, mesh, words["encode"], words["decode"], end_of(words), min(length or 1024, room), batch)
 
