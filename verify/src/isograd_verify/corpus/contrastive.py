@@ -24,11 +24,6 @@ def mine(seed: int) -> list[Tensor]:
     return [plain.my_part(t) for t in triples(seed)]
 
 
-def everyones(x: Tensor) -> Tensor:
-    found: Tensor = plain.gathered(x, 0)
-    return found
-
-
 class Scores(nn.Module):
     """Cosines of queries with candidates, times a scale that is learned."""
 
@@ -52,9 +47,8 @@ class Towers(nn.Module):
 
     def forward(self, queries: Tensor, *others: Tensor) -> Tensor:
         """Logits of my queries over all ranks' documents, then all ranks' hard negatives."""
-        candidates = torch.cat([everyones(self.document(x)) for x in others])
-        logits: Tensor = self.scores(self.query(queries), candidates)
-        return logits
+        candidates = torch.cat([plain.gathered(self.document(x), 0) for x in others])
+        return self.scores(self.query(queries), candidates)
 
 
 def own_documents(rows: int) -> Tensor:
@@ -68,16 +62,12 @@ class SummingScores(Scores):
     """Its scale's gradient is that of all ranks' rows when backward leaves it."""
 
     def scale(self) -> Tensor:
-        summed: Tensor = plain.copied(self.logit_scale)
-        return summed
+        return plain.copied(self.logit_scale)
 
 
 @plain.program("dp2", "dp", r"logit_scale")
 def temperature_scale(bug: bool, seed: int) -> None:
-    """The loss sums the logit scale's gradient over the ranks itself, and then all gradients are summed.
-
-    Inf-CL's ring of similarities ends its backward so; OpenCLIP's accumulation adds the scale's whole gradient once
-    per chunk. Encoders are right, the loss is right, and the temperature moves W times as fast."""
+    """The loss sums the logit scale's gradient over the ranks itself, and then all gradients are summed."""
     model = plain.seeded(Towers, seed)
     if bug:
         model.scores = SummingScores().double()
@@ -98,10 +88,7 @@ def chunks(model: Towers, seed: int, step: int) -> Iterator[tuple[nn.Module, Ten
 
 @plain.program("dp2", "", "")
 def cache_rng(bug: bool, seed: int) -> None:
-    """Representations are cached without a graph, and the replay with one drops other elements.
-
-    GradCache, and sentence-transformers #3862: the gradient of a cached representation is handed to another one,
-    because the state of the random generator was not brought back for the replay. Everything is a little wrong."""
+    """Representations are cached without a graph, and the replay with one drops other elements."""
     model = plain.seeded(Towers, seed, 0.3)
     for step in plain.steps(model):
         cached = []
@@ -110,7 +97,7 @@ def cache_rng(bug: bool, seed: int) -> None:
             with torch.no_grad():
                 cached.append(encode(row).requires_grad_())
         queries, *others = (torch.cat(part) for part in zip(*[iter(cached)] * (len(cached) // 3), strict=True))
-        logits = model.scores(queries, torch.cat([everyones(vectors) for vectors in others]))
+        logits = model.scores(queries, torch.cat([plain.gathered(vectors, 0) for vectors in others]))
         (plain.cross_entropy(logits, own_documents(len(logits))) / ROWS).backward()
         for (encode, row, draws), vector in zip(chunks(model, seed, step), cached, strict=True):
             if not bug:
@@ -121,17 +108,13 @@ def cache_rng(bug: bool, seed: int) -> None:
 
 class Interleaved(Towers):
     def forward(self, queries: Tensor, *others: Tensor) -> Tensor:
-        candidates = everyones(torch.cat([self.document(x) for x in others]))
-        logits: Tensor = self.scores(self.query(queries), candidates)
-        return logits
+        candidates = plain.gathered(torch.cat([self.document(x) for x in others]), 0)
+        return self.scores(self.query(queries), candidates)
 
 
 @plain.program("dp2", "dp", "")
 def loss_labels_shifted(bug: bool, seed: int) -> None:
-    """Each rank's documents and hard negatives are gathered together, labels count documents alone.
-
-    sentence-transformers #3453: candidates come as documents and negatives of rank 0, then those of rank 1. From the
-    second rank on, rows are drawn to other rows' negatives."""
+    """Each rank's documents and hard negatives are gathered together, labels count documents alone."""
     model = plain.seeded(Interleaved if bug else Towers, seed)
     for step in plain.steps(model):
         logits = model(*mine(seed + step))

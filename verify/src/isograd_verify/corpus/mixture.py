@@ -77,7 +77,7 @@ class Mixture(nn.Module):
 
     def scores(self, x: Tensor) -> Tensor:
         """The softmax over all experts, for each token."""
-        return self.router(x).softmax(-1)  # type: ignore[no-any-return]
+        return self.router(x).softmax(-1)
 
     def choose(self, scores: Tensor, first: bool = True) -> Tensor:
         """[tokens, CHOSEN] experts. `first`: of equal ones those of the lower numbers."""
@@ -94,7 +94,7 @@ class Mixture(nn.Module):
         """What the chosen experts and the shared one make of x, [tokens, HIDDEN]."""
         kept = scores.gather(1, chosen)
         weights = torch.zeros_like(scores).scatter(1, chosen, kept / kept.sum(1, keepdim=True))
-        return self.routed(x, weights) + self.shared_gate(x).sigmoid() * self.shared_expert(x)  # type: ignore[no-any-return]
+        return self.routed(x, weights) + self.shared_gate(x).sigmoid() * self.shared_expert(x)
 
     def routed(self, x: Tensor, weights: Tensor) -> Tensor:
         """What the routed experts add, each with its weight."""
@@ -107,21 +107,18 @@ class Mixture(nn.Module):
 class Model(nn.Module):
     """Embedding, a norm, the mixture on a residual stream, and a head."""
 
-    mixture: Callable[[Seat], Mixture] = Mixture
-
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, mixture: Callable[[Seat], Mixture] = Mixture) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.norm = nn.LayerNorm(HIDDEN)
-        self.moe = self.mixture(seat)
+        self.moe = mixture(seat)
         self.head = nn.Linear(HIDDEN, VOCAB)
         self.moe.experts.keep(seat)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of all positions."""
         x = self.embed(tokens)
-        logits: Tensor = self.head(x + self.moe(self.norm(x).flatten(0, 1)).view_as(x))
-        return logits
+        return self.head(x + self.moe(self.norm(x).flatten(0, 1)).view_as(x))
 
 
 def routed(name: str) -> bool:
