@@ -63,15 +63,14 @@ class watching:
         if self.rank:
             return
         until = time.monotonic() + PATIENCE
-        while time.monotonic() < until and self._finished() < self.world:
+        while sum(bool(about.get("finished")) for about in ranks_so_far(self.directory).values()) < self.world:
+            if time.monotonic() > until:
+                break
             time.sleep(0.1)
         self.directory.mkdir(parents=True, exist_ok=True)
         describe(self.directory, layout=self.layout)
         self.report = Report("isograd_verify.watching()", [inspect(self.directory)])
         print(self.report, flush=True)
-
-    def _finished(self) -> int:
-        return sum(bool(about.get("finished")) for about in ranks_so_far(self.directory).values())
 
     def __enter__(self) -> Self:
         self.start()
@@ -88,9 +87,8 @@ def trainer_callback(directory: str | Path, steps: int | str = 3, layout: str = 
     """For `Trainer(callbacks=[...])` of transformers: watches the first steps of its training, and tells at the end."""
     from transformers import TrainerCallback
 
-    found: TrainerCallback
-    found = _callback(TrainerCallback, "on_train_begin", "on_train_end", watching(directory, steps, layout))
-    return found
+    watched = watching(directory, steps, layout)
+    return _callback(TrainerCallback, "on_train_begin", "on_train_end", watched)  # type: ignore[no-any-return]
 
 
 def lightning_callback(directory: str | Path, steps: int | str = 3, layout: str = "") -> Callback:

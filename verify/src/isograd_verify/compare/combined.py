@@ -8,10 +8,11 @@ be known, the comparison is refused (NoReference).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isograd_verify import tolerances
 from isograd_verify.compare.loss_terms import same_loss
@@ -93,8 +94,7 @@ def combine(
     together: bool,
 ) -> list[float]:  # fmt: skip
     """Writes one step of one device, and returns the factor of each backward. `alone`: the program's own first step
-    there. `together`: each of `again` was given the rows of all ranks, so it counts as it does in that step. `scale`
-    gets what `shares` says of it."""
+    there. `together`: each of `again` was given the rows of all ranks. `scale` gets what `shares` says of it."""
     weights_stayed(candidate, alone, again)
     if together:
         same_losses(candidate, again)
@@ -217,11 +217,9 @@ def _write(
 def _parameters(own: RankRecord, tensors: dict[str, Tensor]) -> dict[str, events.Parameter]:
     found = {}
     for name, about in own.of(events.Step, 1)[0].parameters.items():
-        final = tensors.get(f"final/{name}")
+        final, had = tensors.get(f"final/{name}"), f"sum/{name}" in tensors
         kind = dtype_name(final) if final is not None else about.gradient_dtype
-        found[name] = replace(
-            about, gradient=f"sum/{name}" in tensors, gradient_hash="", gradient_dtype=kind, finite=True
-        )
+        found[name] = replace(about, gradient=had, gradient_hash="", gradient_dtype=kind, finite=True)
     return found
 
 
@@ -257,9 +255,8 @@ def weights_stayed(candidate: Recording, alone: Recording, again: list[Again]) -
                 f"{listed(learn)} learn in some steps and not in others, and data were replayed in one of the others",
                 SAME_DATA,
             )
-        moved = [
-            n for n, about in now.items() if about.trainable and (n not in began or about.before != began[n].before)
-        ]
+        before = {n: about.before for n, about in began.items()}
+        moved = [n for n, about in now.items() if about.trainable and about.before != before.get(n)]
         if moved:
             raise NoReference(
                 f"the weights of {listed(moved)} changed while data were replayed: something else than a step of a "
@@ -278,14 +275,12 @@ def same_beginnings(candidate: Recording, again: list[Again]) -> None:
     """What comes back to the model's output is the same on one device, but for a factor: so are targets that nobody
     hashes, and the loss does not mix what several ranks have computed."""
     for one in again:
-        theirs = _begun(candidate.ranks[one.rank], one.of, one.micro)
-        ours = _begun(one.record, one.step, 0)
-        limit = _limit(one)
-        equal = [_direction_error(a, b) <= max(limit, tolerances.SAME) for a, b in zip(theirs, ours, strict=False)]
-        if not equal or not all(equal) or len(theirs) != len(ours):
-            at = next(
-                (e.site for e in candidate.ranks[one.rank].of(events.Backward, one.of) if e.micro == one.micro), ""
-            )
+        record, ways = candidate.ranks[one.rank], partial(nn.functional.normalize, dim=0, eps=1e-300)
+        theirs, ours = ([*map(ways, of)] for of in (_begun(record, one.of, one.micro), _begun(one.record, one.step, 0)))
+        limit = max(_limit(one), tolerances.SAME)
+        near = [float((a - b).norm()) <= limit for a, b in zip(theirs, ours, strict=False)]
+        if not near or not all(near) or len(theirs) != len(ours):
+            at = next((e.site for e in record.of(events.Backward, one.of) if e.micro == one.micro), "")
             raise Mixed(
                 f"backward at {at} begins otherwise on one device with the data of rank {one.rank}, micro-batch "
                 f"{one.micro}: its loss sees what other ranks computed, or labels that are made after the model was "
@@ -328,11 +323,6 @@ def same_losses(candidate: Recording, again: list[Again], limit: float | None = 
                 f"and {', '.join(f'{value:.6g}' for value in theirs)} on the ranks",
                 SAME_DATA,
             )
-
-
-def _direction_error(a: Tensor, b: Tensor) -> float:
-    """How far apart two vectors point; 0 where both are zero."""
-    return float((a / max(float(a.norm()), 1e-300) - b / max(float(b.norm()), 1e-300)).norm())
 
 
 def _begun(record: RankRecord, step: int, micro: int, what: str = "begun") -> list[Tensor]:

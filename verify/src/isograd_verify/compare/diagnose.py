@@ -247,22 +247,17 @@ def _by_contributions(
             continue
         if not (should.determined and does.determined):
             continue
-        others = tuple(
-            sorted({k for (k, _), c in does.coefficients.items() if k not in mine and abs(c) > tolerances.COUNTS})
-        )
+        others = {k for (k, _), c in does.coefficients.items() if k not in mine and abs(c) > tolerances.COUNTS}
         if chosen is parts and others and not analysis.covered(name):
-            return Reading(Symptom(patterns.SHARDS, 1.0, others, own=seen.own), does.coefficients)
+            return Reading(Symptom(patterns.SHARDS, 1.0, tuple(sorted(others)), own=seen.own), does.coefficients)
         return _ratios(analysis, should, does, seen.own, tolerance)
     return None
 
 
 def _ratios(analysis: Analysis, should: Fit, does: Fit, own: int, tolerance: float) -> Reading:
-    top = max(map(abs, should.coefficients.values()))
-    q = {
-        k: does.coefficients[k] / c
-        for k, c in should.coefficients.items()
-        if abs(c) > tolerances.SAME * top and k in does.coefficients
-    }
+    least = tolerances.SAME * max(map(abs, should.coefficients.values()))
+    both = {k: c for k, c in should.coefficients.items() if abs(c) > least and k in does.coefficients}
+    q = {k: does.coefficients[k] / c for k, c in both.items()}
     symptom = patterns.read(q, own, analysis.counts, max(tolerances.LOOSER * tolerance, tolerances.FACTOR))
     if symptom.kind == patterns.MIXED and clipped_apart(analysis, q):
         symptom = Symptom(patterns.CLIPPED)
@@ -275,14 +270,9 @@ def _ratios(analysis: Analysis, should: Fit, does: Fit, own: int, tolerance: flo
 def _by_reference(reference: Recording, step: int, name: str, seen: Observed, tolerance: float) -> Reading | None:
     """The observation as a sum of the reference's own micro-batches."""
     record = reference.ranks[0]
-    parts = {}
-    for key, part in record.group(step, "part").items():
-        micro, _, other = key.partition("/")
-        if other == name:
-            parts[0, int(micro)] = part
-    if len(parts) < 2:
-        return None
-    found = fit(seen.sketch, parts, tolerance)
+    keys = ((key.partition("/"), part) for key, part in record.group(step, "part").items())
+    parts = {(0, int(micro)): part for (micro, _, other), part in keys if other == name}
+    found = fit(seen.sketch, parts, tolerance) if len(parts) > 1 else None
     if found is None or found.residual > tolerances.LOOSER * tolerance or not found.determined:
         return None
     return Reading(patterns.read(found.coefficients, 0), found.coefficients)

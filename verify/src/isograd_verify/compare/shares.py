@@ -18,7 +18,6 @@ import torch
 
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.judge.contributions import same_factor
 from isograd_verify.record.events import LabelWeight, Loss, LossTerm, MeanWeight, Step
 from isograd_verify.record.recording import RankRecord, Recording
 from isograd_verify.tell.wording import equal
@@ -98,16 +97,16 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
     if not counted and any(labels[1]) and not all(means[1]):  # losses of several kinds, each with its own backward
         either = ({**labels[0], **means[0]}, [a or b for a, b in zip(labels[1], means[1], strict=True)])
         found = _by_terms(*either, factor, scale)
-        if not all(same_factor(found[0], share) for share in found):
+        if not equal(found):
             raise first
     elif not counted:
         found = _by_terms(*means, factor, scale)
-    elif _uneven(means[1]) and not all(map(same_factor, found, _by_terms(*means, factor, {}))):
+    elif _uneven(means[1]) and not all(map(equal, zip(found, _by_terms(*means, factor, {}), strict=True))):
         raise NoReference(SEVERAL, SAME_DATA)
     whole = _of_weights_alone(again)
     if whole and abs(sum(found) - factor * alone.ranks[0].of(Step, 1)[0].backwards) > tolerances.FACTOR:
         raise NoReference(SEVERAL, SAME_DATA)
-    if not all(same_factor(found[0], share) for share in found):  # else terms that nobody counts have equal parts, too
+    if not equal(found):  # else terms that nobody counts have equal parts, too
         for one in again:
             if counted:
                 _is_all_of_the_loss(one, whole)
@@ -120,7 +119,7 @@ def in_every_call(own: RankRecord, calls: list[RankRecord], step: int, scale: di
     """The one factor of all backwards of a loss, from every call of it. `own`: those of one rank, a step by itself."""
     terms_of = _labels if own.of(LabelWeight, step) else _means
     found = _by_terms(terms_of(own, step), [terms_of(call, step) for call in calls], 1.0, scale)
-    if not all(same_factor(found[0], share) for share in found):
+    if not equal(found):
         raise NoReference(SEVERAL, SAME_DATA)
     return found[0]
 
@@ -133,7 +132,7 @@ def counts_all(alone: Recording, again: list[Again]) -> None:
         calls = [call for terms in all_rows for call in terms.get(site, [])]
         whole, now = (sum(call.total for call in of) for of in (own[site], calls))
         a_sum = not _one(whole) and equal([call.weight for call in (*own[site], *calls)])
-        if not same_factor(whole, now) and not a_sum:
+        if not equal((whole, now)) and not a_sum:
             raise NoReference(
                 f"the labels of the loss at {site} weigh {now:.4g} together where one device is given the rows of all "
                 f"ranks, and {whole:.4g} in the program's own step: their number is counted before the model is called",
@@ -151,7 +150,7 @@ def steady(candidate: Recording, step: int, begin: int) -> bool:
         for site in _sites([terms_of(own, step) for own in candidate.ranks]):
             first, now = ([c for own in candidate.ranks for c in terms_of(own, n).get(site, [])] for n in (begin, step))
             same = equal([call.weight for call in (*first, *now)])
-            if not same and not same_factor(sum(call.total for call in first), sum(call.total for call in now)):
+            if not same and not equal(sum(call.total for call in calls) for calls in (first, now)):
                 return False
     return True
 
@@ -161,7 +160,7 @@ def _means_alone(one: Again) -> bool:
     terms, root = one.record.of(LossTerm, one.step), float(one.record.tensors(one.step)["loss"])
     counted = Counter(call.place for calls in _means(one.record, one.step).values() for call in calls)
     every = len(terms) == 1 or Counter(term.site for term in terms) <= counted
-    return every and same_factor(root, sum(term.share for term in terms))
+    return every and equal((root, sum(term.share for term in terms)))
 
 
 def _uneven(again: list[TermTracker]) -> bool:
@@ -182,7 +181,7 @@ def _is_all_of_the_loss(one: Again, whole: float) -> None:
     root = float(one.record.tensors(one.step)["loss"])
     weights = [call.weight for calls in _labels(one.record, one.step).values() for call in calls]
     counted = sum(event.count * event.value for event in one.record.of(Loss, one.step)) * weights[0]
-    if not same_factor(root, counted + whole):
+    if not equal((root, counted + whole)):
         raise NoReference(SEVERAL, SAME_DATA)
 
 

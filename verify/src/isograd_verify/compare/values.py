@@ -182,11 +182,8 @@ def _joined(infos: dict[int, Parameter], parts: dict[int, Value], own: int | Non
         info, part = infos[rank], parts[rank]
         box = info.box or ()
         if isinstance(part, Tensor):
-            part = (
-                project_row(part, whole, box[0][0])
-                if info.in_a_row
-                else project(part, tuple(start for start, _ in box))
-            )
+            starts = tuple(start for start, _ in box)
+            part = project_row(part, whole, *starts) if info.in_a_row else project(part, starts)
         for d, sums in part.along.items():
             span = slice(None) if info.in_a_row else slice(*box[d])
             along[d][:, span] += sums

@@ -22,7 +22,7 @@ from isograd_verify.judge.clips import clipped
 from isograd_verify.judge.contributions import Fit, fit
 from isograd_verify.record import events
 from isograd_verify.record.recording import Kind, Recording
-from isograd_verify.tell.wording import axis_over, meanings, spread
+from isograd_verify.tell.wording import axis_over, equal, meanings
 
 INSIDE = "the optimizer sums them inside its step, where they are not read"
 ELSEWHERE = "they are copied out of the model, and an optimizer steps copies of the parameters: those are not read"
@@ -43,8 +43,7 @@ class Observed:
 
 
 class Analysis:
-    """One step of a recording: which ranks hold which part of each parameter, what each backward added, and the
-    data."""
+    """One step of a recording: which ranks hold which part of each parameter, what each backward added, the data."""
 
     def __init__(self, recording: Recording, step: int) -> None:
         self.recording, self.step, self.world = recording, step, recording.world
@@ -114,11 +113,9 @@ class Analysis:
     def _drop_overflows(self) -> None:
         """A micro-batch with an Inf or NaN anywhere belonged to a step that was skipped."""
         gone = {m for parts in self.parts.values() for (_, m), p in parts.items() if not bool(p.isfinite().all())}
-        everything = {m for parts in self.parts.values() for _, m in parts}
-        if gone != everything:
-            self.parts = defaultdict(
-                dict, {n: {k: p for k, p in parts.items() if k[1] not in gone} for n, parts in self.parts.items()}
-            )
+        if gone != {m for parts in self.parts.values() for _, m in parts}:
+            for name, parts in self.parts.items():
+                self.parts[name] = {k: p for k, p in parts.items() if k[1] not in gone}
 
     def of(self, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
         """(rank, event) of each event of a kind in this step."""
@@ -223,11 +220,7 @@ class Analysis:
                     pairs += [pair for pair in sent if pair not in pairs]
                 elif isinstance(event, events.Collective) and event.op in events.REDUCING:
                     summed.append((event.numel, set(event.group)))  # one number: a norm
-                elif isinstance(event, events.Collective) and (event.op, event.phase, called) == (
-                    "send",
-                    "other",
-                    True,
-                ):
+                elif isinstance(event, events.Collective) and event.op == "send" and event.phase == "other" and called:
                     sent.append({record.rank, event.peer})
         if self.recording.about.get("layout"):  # at ZeRO 3 data ranks of isograd send each other notes
             pairs = [pair for pair in pairs if axis_over(self.recording, (*pair,)) == "pp"]
@@ -245,11 +238,8 @@ class Analysis:
     def summed_inside(self) -> dict[str, events.Collective]:
         """Tensors that the optimizer sums inside its step, with a reduction there: each rank came with a gradient of
         its own, and copies are equal behind the step all the same. Where nothing sums them they drift apart."""
-        calls = [
-            event
-            for _, event in self.of(events.Collective)
-            if event.phase == "step" and event.op in (*events.REDUCING, "all_to_all") and event.numel > 1
-        ]
+        kinds, calls = (*events.REDUCING, "all_to_all"), [e for _, e in self.of(events.Collective) if e.numel > 1]
+        calls = [e for e in calls if e.phase == "step" and e.op in kinds]
         found: dict[str, events.Collective] = {}
         for name in self.names if calls else ():
             sets = [[self.about[rank][name] for rank in ranks] for ranks in self.replica_sets(name)]
@@ -345,10 +335,8 @@ class Analysis:
                 cover[box] = rank
         found = []
         for of in covers.values():
-            whole = [
-                Observed(name, tuple(sorted(c.values())), torch.stack([sums[r][name] for r in c.values()]).sum(0))
-                for c in of
-            ]
+            held = [sorted(c.values()) for c in of]
+            whole = [Observed(name, tuple(ranks), torch.stack([sums[r][name] for r in ranks]).sum(0)) for ranks in held]
             found += whole[:1] if len(whole) > 1 and torch.equal(whole[0].sketch, whole[-1].sketch) else whole
         return found
 
@@ -356,11 +344,8 @@ class Analysis:
         """Of every rank whose contribution has the shape and place that `rank`'s has; the first holder's, when it is
         not said."""
         own = self.about[self.holders(name)[0] if rank is None else rank][name]
-        holds = [
-            name in about and about[name].part_shape == own.part_shape and about[name].part_box == own.part_box
-            for about in self.about
-        ]
-        return {k: p for k, p in self.parts[name].items() if holds[k[0]]}
+        placed = {r: (self.about[r][name].part_shape, self.about[r][name].part_box) for r in self.holders(name)}
+        return {k: p for k, p in self.parts[name].items() if placed.get(k[0]) == (own.part_shape, own.part_box)}
 
     def fit(self, seen: Observed) -> Fit | None:
         """What an observed gradient is made of; several checks ask, it is found once."""
@@ -439,13 +424,8 @@ def put_back(analysis: Analysis) -> tuple[str, ...]:
     sums = [{**late, **before} for late, before in zip(analysis.sums, early, strict=True)]
     before, after = _coefficients(analysis, sums), _coefficients(analysis, analysis.sums)
     known = [c for c in before.values() if c is not None]
-    if (
-        len(known) < len(before)
-        or not known
-        or spread(known) > tolerances.FACTOR
-        or (not scaled and _factors(analysis, known[0], after))
-        or _parted(analysis, sums)
-    ):
+    even = bool(known) and len(known) == len(before) and equal(known)
+    if not even or (not scaled and _factors(analysis, known[0], after)) or _parted(analysis, sums):
         return ()
     analysis.sums = sums
     for record in analysis.recording.ranks:
@@ -463,7 +443,7 @@ def _coefficients(analysis: Analysis, sums: list[dict[str, Tensor]]) -> dict[str
             continue
         fits = [analysis.explain(seen) for seen in analysis.observed(name, sums)]
         values = [f.each[0] if f is not None and f.uniform and f.each else None for f in fits]
-        same = values and None not in values and spread(v for v in values if v is not None) <= tolerances.FACTOR
+        same = values and None not in values and equal(v for v in values if v is not None)
         found[name] = values[0] if same else None
     return found
 

@@ -12,7 +12,7 @@ from itertools import combinations
 from isograd_verify import tolerances
 from isograd_verify.record.events import Rewritten, Step
 from isograd_verify.record.recording import Recording
-from isograd_verify.tell.wording import spread
+from isograd_verify.tell.wording import equal
 
 
 def bound(recording: Recording) -> float:
@@ -22,9 +22,8 @@ def bound(recording: Recording) -> float:
         return float(recording.about["bound"])
     found = [one for step in recording.steps if (one := _scaled(recording, step))]
     for (low, first), (norm, factor) in combinations(sorted(found), 2):
-        if factor < 1 and (
-            first == 1 or (norm <= low * (1 + tolerances.NORM) and spread((first, factor)) > tolerances.FACTOR)
-        ):
+        again = norm <= low * (1 + tolerances.NORM) and not equal((first, factor))
+        if factor < 1 and (first == 1 or again):
             return norm
     return 0.0
 

@@ -195,9 +195,8 @@ def bug_of(
 
 
 def _scaled_bug(factor: float, kinds: str, everything: bool, sizes: Collection[int], of: set[str]) -> str:
-    powers = any(
-        abs(factor - size**power) <= tolerances.FACTOR * size**power for size in sizes for power in (1, 2, 3, 4)
-    )
+    known = [size**power for size in sizes for power in (1, 2, 3, 4)]
+    powers = any(abs(factor - value) <= tolerances.FACTOR * value for value in known)
     of_group = bool(of - {"micro-batches"})
     cases = (  # the first that fits
         (factor == 0 and kinds == "routers", "gather-cut"),

@@ -34,14 +34,12 @@ def reference_tensor(analysis: Analysis, of: Collection[Key] = ()) -> tuple[str,
             continue
         for seen in analysis.observed(name)[:1]:
             found = analysis.fit(seen)
-            if (
-                found is not None
-                and found.uniform
-                and (not of or any(set(c) & set(of) for c in found.classes.values()))
-            ):
-                if all(len(members) == 1 for members in found.classes.values()):
-                    return name, found
-                second = second or (name, found)
+            own = {key for members in found.classes.values() for key in members} if found is not None else set()
+            if found is None or not found.uniform or (of and not own & set(of)):
+                continue
+            if all(len(members) == 1 for members in found.classes.values()):
+                return name, found
+            second = second or (name, found)
     return second
 
 

@@ -238,17 +238,10 @@ def _read_rank(directory: Path) -> RankRecord:
             if not text.endswith(b"\n"):
                 raise ValueError("a line is cut short")
             events.append(read(parse_json(text, path, nan=True)))
-    return RankRecord(directory, about, _joined(events))
-
-
-def _joined(events: list[Event]) -> list[Event]:
-    """A collective's duration is known only after it: put each End into its Collective."""
+    # A collective's duration is known only after it: put each End into its Collective.
     took = {event.n: event.seconds for event in events if isinstance(event, End)}
-    return [
-        replace(e, seconds=took[e.n]) if isinstance(e, Collective) and e.n in took else e
-        for e in events
-        if not isinstance(e, End)
-    ]
+    told = (replace(e, seconds=took.get(e.n)) if isinstance(e, Collective) else e for e in events)
+    return RankRecord(directory, about, [event for event in told if not isinstance(event, End)])
 
 
 def _read_json(path: Path, needed: dict[str, int] | None = None) -> dict[str, Any]:

@@ -129,31 +129,25 @@ class Hooks:
             c.close_step()
             if not c.active:
                 return
-            c.root(module)
+            self._learn(module)
             if c.modules.get(module) is not None and torch.is_grad_enabled():
                 c.event(Input(*c.now, forward=c.micro + 1))
-            for name, parameter in c.learn_names().items():
-                if isinstance(parameter, Tensor):
-                    self._on_parameter(name, parameter)
             c.reserve()
             self.calls.clear()
             if torch.is_grad_enabled():
                 c.guarded(c.look_at_buffers, "buffers")("between")
-        elif module not in c.modules:
-            self._unlisted(module)
+        elif module not in c.modules and not c.flats:  # in a list, where torch does not find it
+            mine = [p for p in module.parameters() if p.requires_grad and p.is_leaf and not foreign.flat(p)]
+            if not all(p in c.names for p in mine):
+                self._learn(module)
         if not c.stack or any(isinstance(one, Tensor) for one in (*module._buffers.values(), *vars(module).values())):
             c.guarded(self.watch.states.called, "states")(module, args)
         c.stack.append(c.modules.get(module, type(module).__name__))
         c.drawn.append(False)
 
-    def _unlisted(self, module: nn.Module) -> None:
-        """A module in a list, where torch does not find it, is learnt as one that is called from outside."""
-        c = self.capture
-        mine = [p for p in module.parameters() if p.requires_grad and p.is_leaf and not foreign.flat(p)]
-        if c.flats or all(p in c.names for p in mine):
-            return
-        c.root(module)
-        for name, parameter in c.learn_names().items():
+    def _learn(self, module: nn.Module) -> None:
+        self.capture.root(module)
+        for name, parameter in self.capture.learn_names().items():
             if isinstance(parameter, Tensor):
                 self._on_parameter(name, parameter)
 
@@ -176,14 +170,12 @@ class Hooks:
         first = next((t for t in foreign.tensors_in(output)), None)
         given = next((t for t in foreign.tensors_in(args)), None)
         if drew and first is not None and given is not None:
-            into, out = digest(foreign.local(given)), digest(foreign.local(first))
-            graph = torch.is_grad_enabled()
-            shape, mask = tuple(first.shape), _mask(foreign.local(given), foreign.local(first))
-            about = Draw(
-                *c.now, module=name, into=into, out=out, forward=c.micro + 1, shape=shape, graph=graph, mask=mask
-            )
-            c.event(about)
-        if first is None or not torch.is_tensor(first):
+            into, out = foreign.local(given), foreign.local(first)
+            c.event(
+                Draw(*c.now, module=name, into=digest(into), out=digest(out), forward=c.micro + 1,
+                     shape=tuple(first.shape), graph=torch.is_grad_enabled(), mask=_mask(into, out))
+            )  # fmt: skip
+        if first is None:
             return
         micro = c.micro + 1  # the backward that will follow
         call = self.calls.get(name, 0)
@@ -211,12 +203,8 @@ class Hooks:
         self.seen[parameter] = True
         c = self.capture
         name = c.names.get(parameter, name)
-
-        def accumulated(leaf: Tensor) -> None:
-            c.accumulated(name, leaf)
-
         box = foreign.box_of(parameter) if isinstance(parameter, foreign.DTensor) else None
-        hooks = partial(self._arrives, name, box=box), accumulated
+        hooks = partial(self._arrives, name, box=box), partial(c.accumulated, name)
         arrival, accumulation = (unserializable_hook(c.guarded(hook)) for hook in hooks)
         accumulation._isograd_hook = True  # an Engine refuses others (engine/validation.py)
         self.on_parameters.append(parameter.register_hook(arrival))
@@ -276,10 +264,8 @@ class Hooks:
         return result
 
     def _average(self, averaged: nn.Module) -> None:
-        inner: Any = averaged.module
-        while foreign.shell(inner):
-            inner = next(iter(inner.children()))
-        hashes = {foreign.plain_name(name): digest(foreign.local(p)) for name, p in inner.named_parameters()}
+        named = foreign.unwrapped(averaged.module).named_parameters()  # type: ignore[arg-type]
+        hashes = {foreign.plain_name(name): digest(foreign.local(p)) for name, p in named}
         self.capture.event(Average(*self.capture.now, hashes=hashes))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

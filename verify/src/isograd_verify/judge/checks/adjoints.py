@@ -69,11 +69,9 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
 
 def unjudged(analysis: Analysis) -> list[Function]:
     """The calls of functions that contents do not show to be linear: a loss over a cut vocabulary, say."""
-    first = ((next(iter(calls.values())), calls) for calls in _together(analysis))
-    return [
-        one for one, calls in first
-        if not _linear(calls, {rank: _parts(analysis, rank, call) for rank, call in calls.items()})
-    ]  # fmt: skip
+    together = [*_together(analysis)]
+    parts = [{rank: _parts(analysis, rank, call) for rank, call in calls.items()} for calls in together]
+    return [next(iter(calls.values())) for calls, of in zip(together, parts, strict=True) if not _linear(calls, of)]
 
 
 def _together(analysis: Analysis) -> Iterator[Calls]:

@@ -113,9 +113,8 @@ def _whom(analysis: Analysis, names: Collection[str]) -> str:
 
 def _uneven(analysis: Analysis, read: _Read) -> list[str]:
     """Tensors that count differently on different ranks."""
-    return [
-        n for n, by_rank in read.scales.items() if spread(by_rank.values()) > tolerances.LOOSE * analysis.tolerance(n)
-    ]
+    loose = tolerances.LOOSE
+    return [n for n, found in read.scales.items() if spread(found.values()) > loose * analysis.tolerance(n)]
 
 
 def _read(analysis: Analysis) -> _Read:
@@ -286,15 +285,13 @@ def axis_of(analysis: Analysis, kind: str, ranks: tuple[int, ...], own: int) -> 
 
 
 def _said(bug: str, kind: str, value: float, axis: str) -> str:
-    if bug == "replicas-differ":
-        return f"summed over {axis} as copies are, but the copies began with different values"
-    if bug == "wrong-group":
-        kind = patterns.SHARDS
-    if bug == "parameters-mixed":
-        return "ranks bring gradients of different parameters to one reduction, which adds them up by their places"
-    if bug == "outside-wrapper":
-        return f"never summed over {axis}: each rank trains a network of its own"
-    return patterns.said(kind, value, axis)
+    of_bugs = {
+        "replicas-differ": f"summed over {axis} as copies are, but the copies began with different values",
+        "parameters-mixed": "ranks bring gradients of different parameters to one reduction, which adds them up by "
+        "their places",
+        "outside-wrapper": f"never summed over {axis}: each rank trains a network of its own",
+    }
+    return of_bugs.get(bug) or patterns.said(patterns.SHARDS if bug == "wrong-group" else kind, value, axis)
 
 
 def _per_rank(analysis: Analysis, scales: dict[str, dict[int, float]], apart: list[str]) -> Finding:

@@ -97,9 +97,8 @@ def continuity(analysis: Analysis) -> Iterator[Finding]:
             was, now = before[rank].get(name), analysis.about[rank][name].before
             if was is None or not now or was.hash == now:
                 continue
-            owners = [
-                r for r in range(analysis.world) if r != rank and name in before[r] and before[r][name].hash == now
-            ]
+            others = {r: one.hash for r, of in enumerate(before) if r != rank and (one := of.get(name)) is not None}
+            owners = [r for r, hashed in others.items() if hashed == now]
             if set(owners) & analysis.replicas_of(name, rank):
                 continue  # it took a copy's value, as under ZeRO 1
             changed.append(name)
@@ -107,16 +106,13 @@ def continuity(analysis: Analysis) -> Iterator[Finding]:
                 swapped[name] = (rank, owners[0])
     if swapped:
         rank, other = next(iter(swapped.values()))
-        sentence = (
-            f"step {analysis.step}: {listed(tuple(swapped))}: rank {rank} now holds what rank {other} held before"
-        )
+        sentence = f"step {analysis.step}: {listed([*swapped])}: rank {rank} now holds what rank {other} held before"
         axis = axis_over(analysis.recording, (rank, other))
         yield Finding(BUG, "resume-other-rank", sentence, tensors=tuple(swapped), axis=axis)
     elif changed:
         names = tuple(dict.fromkeys(changed))
-        sentence = (
-            f"{listed(names)} changed between steps {analysis.step - 1} and {analysis.step} without the optimizer"
-        )
+        step = analysis.step
+        sentence = f"{listed(names)} changed between steps {step - 1} and {step} without the optimizer"
         yield Finding(NOTE, "", sentence, tensors=names)
 
 

@@ -252,10 +252,7 @@ Group = tuple[int, ...]
 
 
 def mixed_groups(analysis: Analysis) -> Iterator[Finding]:
-    """A tensor that began constant may be a shard as its module's weights are: it is summed over their group only.
-
-    Tensors with values of their own are told apart by them, and the check of coefficients says what sums them.
-    """
+    """A tensor that began constant may be a shard as its module's weights are: it is summed over their group only."""
     found: dict[tuple[Group, Group], list[str]] = {}
     for name in analysis.names:
         mixed = _mixed(analysis, name)
