@@ -1,12 +1,5 @@
-"""Watching from inside the program, where `isograd-verify run` cannot start it: three lines, or a callback.
-
-    with isograd_verify.watching("recording"):
-        train()                                         # a loop, trainer.fit(...), trainer.train()
-    trainer = Trainer(..., callbacks=[isograd_verify.trainer_callback("recording")])          # of transformers
-    trainer = Trainer(..., callbacks=[isograd_verify.lightning_callback("recording")])        # of Lightning
-
-The first steps are watched. At the end rank 0 prints what `verify run` would have told, when all ranks have written.
-The folder is one that all ranks reach, and new; `whole=True` keeps whole gradients in it, for `isograd-verify compare`.
+"""Watching from inside the program, where `isograd-verify run` cannot start it: three lines, or a callback
+(docs/verify.md, from inside the program). Rank 0 prints the report when all ranks have written.
 """
 
 from __future__ import annotations

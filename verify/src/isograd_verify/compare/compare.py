@@ -1,7 +1,5 @@
-"""Compares a recording with a reference: every gradient by name and block, on every rank that holds a part of it.
-
-The reference is one device, another layout or another framework. What differs is diagnosed (diagnose.py), and the
-checks that need no reference run as well.
+"""Compares a recording with a reference: every gradient by name and block, on every rank that holds a part of it. What
+differs is diagnosed (diagnose.py), and the checks that need no reference run as well.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Names what is wrong with gradients that differ from the reference's (docs/verify.md, how a bug gets its name).
-
-Of each wrong tensor, in this order: is it missing or zero; the truth times one factor; made of the same contributions
-with other coefficients; right in some rows only; the truth permuted. Tensors with one symptom become one finding.
-"""
+"""Names what is wrong with gradients that differ from the reference's (docs/verify.md, how a bug gets its name)."""
 
 from __future__ import annotations
 

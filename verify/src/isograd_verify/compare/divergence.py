@@ -1,8 +1,7 @@
 """The first module that goes wrong: its input is the reference's and its output is not.
 
-Activations of a layout are parts of the reference's, recognised by their values, row by row (or column by column); and
-a module whose input is already wrong is not blamed. In backward the same holds for the gradients of outputs, up to one
-factor.
+Activations of a layout are parts of the reference's, recognised by their values, row by row (or column by column); in
+backward the gradients of outputs are, up to one factor.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Did two runs see the same data in their first step? What the models were given, and the labels of their losses.
 
 Pieces are added up over ranks and micro-batches, ranks that share sequences count as copies, and elements that one run
-has more of, all with one value that stands at the ends of rows, are padding. What layouts make for themselves
-(positions, masks, lengths) may differ, and is told. Labels that are missing while the tokens are the same, no more of
-them than sequences were cut, are a bug with a name.
+has more of, all with one value that stands at the ends of rows, are padding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""With what factor a backward's gradient is a part of the gradient of one device (combined.py adds them).
-
-One device's loss is a mean over all labels of a step, or a sum, or divided by a number of the program's own: its first
-step in a world of one tells which. Where each micro-batch there is a mean of its own and nothing divides by their
-number, it is the mean over all labels at once: accumulating changes how a step is computed, not what.
+"""With what factor a backward's gradient is a part of the gradient of one device (combined.py adds them): one device's
+first step tells whether its loss is a mean over all labels of a step, a sum, or divided by a number of its own.
 """
 
 from __future__ import annotations

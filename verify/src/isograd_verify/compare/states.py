@@ -1,8 +1,7 @@
 """What modules carry from step to step beside weights (a loss's running mean): is it what one device makes of all rows?
 
 Each rank's calls are done again on one device from what the rank had. Where that leaves what the rank has before its
-next step, the rank has seen its own rows only. Whether that matters, the gradient of the next step tells, done again
-from the mean over the ranks (run/beside.py).
+next step, the rank has seen its own rows only; whether that matters, the gradient of the next step tells.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tensors of recordings, whole or by sketches (record/sketch.py), and the one form in which two can be compared.
 
 A rank that holds some rows (or columns) of a tensor is compared with those of the reference, each by its own sums. Of a
-part that is cut in several dimensions, or inside of rows, the sums are only terms of the whole's: there the parts of
-all ranks are added up first, and the rank's own is one of them.
+part that is cut in several dimensions, or inside of rows, the parts of all ranks are added up first.
 
 Which part a rank holds is told by its declared box, else by values: before the first step both runs hold the same
 weights, so each local row (or column) is found among the reference's. Tensors that are constant (biases of zeros)

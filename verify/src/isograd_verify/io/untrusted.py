@@ -1,8 +1,6 @@
 """Files from outside, read within bounds: the one place that opens a file that somebody else may have made.
 
-Nothing here blocks, follows a link (unless asked to), or runs what it reads: a FIFO, a device, a socket and a directory
-are refused before a byte is read. Every failure is one FileError; rooms with codes of their own put `brief` into
-theirs.
+Nothing here blocks, follows a link (unless asked to), or runs what it reads. Every failure is one FileError.
 """
 
 from __future__ import annotations

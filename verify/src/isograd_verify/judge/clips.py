@@ -1,7 +1,5 @@
-"""Clips by hand: a program multiplies all gradients by one number, so that their norm is a bound.
-
-It is a clip where the norm is the same number behind it in two steps, for which it took two factors, or where steps
-with a smaller norm were not scaled. Gradients are judged as they were before.
+"""Clips by hand: a program multiplies all gradients by one number, so that their norm is a bound (docs/verify.md,
+rewritten). Gradients are judged as they were before.
 """
 
 from __future__ import annotations

@@ -1,12 +1,5 @@
-"""A recording: what a program did, as files. Written rank by rank while it runs, read afterwards by the checks.
-
-    DIR/recording.json          version, command, how it ended (written by whoever started the program)
-    DIR/rank-0003/rank.json     who this rank is, what it saw of the program; "finished" is false until the end
-    DIR/rank-0003/events.jsonl  one line per event, in order (see events.py for the kinds)
-    DIR/rank-0003/steps         how many optimizer steps it has taken, while it runs (see watched.py)
-    DIR/rank-0003/step-0001.safetensors   gradients, parameters, sketches and activations of one optimizer step
-
-Nothing is unpickled, every read is bounded, a file appears whole or not at all.
+"""A recording: what a program did, as files (docs/verify.md, what is recorded). Written rank by rank while it runs,
+read afterwards by the checks. Nothing is unpickled, every read is bounded, a file appears whole or not at all.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""isograd-verify run --beside-one: the same program once more as a world of one, on the data of all ranks.
-
-The first run keeps what the calls of its model were made with. The second run is the same command with one rank. Where
-its own first step saw the same data, that step is the reference. Else the calls of all ranks are replayed through the
-program's own loop, one after the other (watch/feed.py), and their gradients put together (compare/combined.py). Later
-steps are done so in any case, each from the weights with which the first run began it. All of it is kept beside the
-recording: `alone-0` and so on, and `one`, the reference.
+"""isograd-verify run --beside-one: the same program once more as a world of one, on the data of all ranks
+(docs/verify.md, watch it beside one device). All of it is kept beside the recording: `alone-0` and so on, the runs in a
+world of one (watch/feed.py), and `one`, the reference that compare/combined.py puts together.
 """
 
 from __future__ import annotations

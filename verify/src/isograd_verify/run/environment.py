@@ -1,6 +1,5 @@
 """ISOGRAD_VERIFY=report.json in the environment of anything that starts Python: each rank finds out by itself.
 
-An installation leaves a line that Python runs at its start (isograd_verify.pth); without the variable it does nothing.
 Ranks of one run write into one folder, `report.json.RUN`. The last of them to end, or else the process that started
 them, judges what is there, writes the report, prints it to the standard error, and removes the folder.
 """

@@ -1,8 +1,4 @@
-"""What the verifier says: findings, gathered by subject (one layout, or one watched run).
-
-Three verdicts, never merged: PASS (compared, and equal to rounding), BUG (shown to be wrong), INCONCLUSIVE (could not
-be told, with the reason).
-"""
+"""What the verifier says: findings with a verdict, gathered by subject (one layout, or one watched run)."""
 
 from __future__ import annotations
 

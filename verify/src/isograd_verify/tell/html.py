@@ -1,7 +1,6 @@
-"""The report as one HTML file: a wrong gradient is found faster in a picture than in a table of numbers.
+"""The report as one HTML file, which loads nothing: a wrong gradient is found faster in a picture than in numbers.
 
-It carries all it needs. Every text in it comes from a model or a path and may hold anything, so everything goes through
-`_text`. What JavaScript adds is comfort; nothing is hidden without it.
+Every text in it comes from a model or a path and may hold anything, so everything goes through `_text`.
 """
 
 from __future__ import annotations

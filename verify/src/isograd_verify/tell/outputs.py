@@ -1,7 +1,4 @@
-"""A report in the formats that continuous integration reads: JUnit XML, and SARIF 2.1.0 for code scanning.
-
-A BUG is a failure, and INCONCLUSIVE an error: neither is a pass, as the exit code says. Notes are output, not results.
-"""
+"""A report in the formats that continuous integration reads: JUnit XML, and SARIF 2.1.0 for code scanning."""
 
 from __future__ import annotations
 

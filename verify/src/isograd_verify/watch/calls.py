@@ -1,8 +1,5 @@
-"""What the calls of a model were made with in the watched steps, kept so that another run can be given it.
-
-A batch is more than what the model is given: labels stand beside it, in variables of the functions that led to the
-call. Kept are the tensors among the model's arguments and in local variables of the program's functions (variables.py),
-the state of the random generators, and what modules carry from step to step (`states`).
+"""What the calls of a model were made with in the watched steps, kept so that another run can be given it: tensors
+among its arguments and in variables around it (variables.py), random states, and what modules carry (`states`).
 """
 
 from __future__ import annotations

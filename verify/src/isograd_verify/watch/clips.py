@@ -1,7 +1,5 @@
-"""Sees a program clip: gradients are looked at before, norms are told, and gradient scalers are watched.
-
-A scaler multiplies the loss, and takes its factor from the gradients in `unscale_`, or else in its step. A clip before
-that compares gradients that are many times as large with its bound.
+"""Sees a program clip: gradients are looked at before, norms are told, and gradient scalers are watched: a clip before
+`unscale_` compares gradients that are many times as large with its bound.
 """
 
 from __future__ import annotations

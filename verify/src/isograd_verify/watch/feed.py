@@ -1,9 +1,8 @@
 """Gives a program, run as a world of one, the data of an earlier run of it: each call of its model gets what a call of
 some rank was made with (calls.py), and each backward is recorded by itself, as an optimizer step of its own.
 
-Its first step is left as it is, to see how much a label weighs on one device; then calls are fed. Optimizers find no
-gradients; weights, and what modules carry from step to step, are those with which the other run's step began. After the
-last call the process ends: what follows would train on nothing.
+Its first step is left as it is; then calls are fed. Optimizers find no gradients; weights, and what modules carry from
+step to step, are those with which the other run's step began. After the last call the process ends.
 """
 
 from __future__ import annotations

@@ -1,11 +1,5 @@
-"""Sees autograd Functions: those that communicate, and losses that are Functions of the program's own (a fused head and
-cross-entropy, a loss in chunks).
-
-Of a Function that communicates is kept what it was given, made, got back and sent back. The backward of a linear one is
-its adjoint: over all ranks of its group, what it made times what came back is what it was given times what it sent
-back. Whether a call was linear (a gather, a sum, an exchange) is judged from contents (judge/checks/adjoints.py).
-
-torch tells nothing of what a loss computes that is a Function. Two kinds are counted all the same:
+"""Sees autograd Functions: those that communicate (judge/checks/adjoints.py), and losses that are Functions of the
+program's own (a fused head and cross-entropy, a loss in chunks). Two kinds of losses are counted:
 
     proven    it is given labels, and what its backward returns for a few rows is a cross-entropy's gradient: softmax
               minus one-hot, times the head's weight where that is inside. The factor is what each label weighs.

@@ -1,7 +1,5 @@
-"""What a model was given: every tensor of a call by name, as hashes that add up over ranks and micro-batches.
-
-Names are those of forward's parameters and of the keys of dicts, so that model(x) and model(tokens=x), or model(batch)
-and model(**batch), are one.
+"""What a model was given: every tensor of a call by name (of forward's parameters, and of the keys of dicts), as hashes
+that add up over ranks and micro-batches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Sees means in forward: one number that is the mean of many, and in backward the weight that each of the many gets.
 
-    torch's losses with reduction "mean", x.mean(), x.sum() / count, (x * mask).sum() with whatever divides it
-
-Means over ranks or micro-batches with different counts are no mean over all: each element of a small one weighs more.
 A sum whose mask is known needs no divisor: what comes back to it is the weight of each element. The mask is read off
 the graph in front of the sum, but not where a hook of the program has put it elsewhere (checkpointing, offloading).
 A term of the loss is told apart from others by the place it comes from and by all calls that led there.

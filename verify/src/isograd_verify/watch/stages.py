@@ -1,9 +1,6 @@
 """A pipeline's stages, each computed once more by plain autograd before its optimizer steps: what one device makes of
-what a call was given and of what came back to it. Schedules may cut a backward in two, and accumulate by themselves.
-Where nothing was sent or received when the first gradient comes back, there is no pipeline in a step, and nothing is
-kept of it.
-
-compare/chained.py chains the stages of all ranks by the contents that they send one another.
+what a call was given and of what came back to it (compare/chained.py chains them). Where nothing was sent or received
+when the first gradient comes back, there is no pipeline in a step, and nothing is kept of it.
 """
 
 from __future__ import annotations

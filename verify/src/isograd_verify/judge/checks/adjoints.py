@@ -1,9 +1,4 @@
-"""Check of autograd Functions that communicate: backward is the adjoint of forward, summed over the ranks of a group.
-
-A call is judged where its contents show that it was linear: a gather, an exchange, a part of a whole, a sum over ranks.
-Where ranks hold copies, two conventions are right beside the plain one: what came back is one gradient that all ranks
-computed, and counts once; or what was given is one tensor, and each rank is sent back the whole of its gradient.
-"""
+"""Check of autograd Functions that communicate: backward is the adjoint of forward, over the ranks of a group."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """Checks of experts and of the terms of a loss: the balance loss counts as often as the loss of the labels does, the
 bias of the choice moves once a step, and a forward that is computed once more chooses as it did before.
-
-A model's config tells its coefficient. The balance loss is a mean over tokens wherever it is computed, so its weights
-over ranks and micro-batches must sum to the coefficient, as the labels' sum to one. Without a config a note tells what
-each term is multiplied by.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Checks of the loss: every label weighs the same, on all ranks and in all micro-batches; so does every element of a
-mean.
-
-A label's weight is what comes back to cross-entropy for it, times the coefficient with which its micro-batch counts in
-the gradient. Calls are compared with calls from the same line of the program: a second loss has a weight of its own.
+mean. Calls are compared with calls from the same line of the program.
 """
 
 from __future__ import annotations
