@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 
 def plain(text: str) -> str:
-    """`text` without what a terminal would obey: control characters, and those that turn the direction of writing, as
-    escapes. Names in files may hold them."""
+    """`text` with control characters, and those that turn the direction of writing, as escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

@@ -43,8 +43,7 @@ def distinct(candidate: Recording, step: int = 1) -> list[int]:
 
 
 def turns(candidate: Recording) -> int:
-    """How many steps make one round, in which optimizers step one after another and each their own parameters, every
-    one behind backwards of its own: those of a GAN's discriminator and generator, say. 1: each step is like another."""
+    """How many steps make one round, in which optimizers step in turn (a GAN's two); 1: each step is like another."""
     stepped = [
         {name for name, about in candidate.ranks[0].of(events.Step, step)[0].parameters.items() if about.trainable}
         for step in candidate.steps
@@ -141,8 +140,7 @@ def in_half(value: Tensor) -> bool:
 
 
 def other_terms(candidate: Recording, whole: list[Again]) -> list[str]:
-    """Where in the program a term of the loss is made that is another one where one device is given the rows of all
-    ranks (`whole`), while other terms are the same: it is no mean over rows."""
+    """Where a term of the loss is made that is another one given all ranks' rows (`whole`), while others are not."""
     ranks, same = distinct(candidate), dict[str, bool]()
     for one in whole:
         ours = _terms(one.record, one.step, 0)
@@ -241,8 +239,7 @@ def _total(terms: list[tuple[Again, float, str]]) -> Tensor | None:
 
 
 def weights_stayed(candidate: Recording, alone: Recording, again: list[Again]) -> None:
-    """Every backward was done with the weights of the first step, and to the same parameters. What does not learn may
-    follow the others (an average): where that matters, a backward begins otherwise."""
+    """Every backward was done with the weights of the first step, and to the same parameters."""
     step = again[0].of
     began = (alone.ranks[0].of(events.Step, 1)[0] if step == 1 else again[0].about).parameters
     frozen = {n for n, about in candidate.ranks[0].of(events.Step, step)[0].parameters.items() if not about.trainable}
@@ -272,8 +269,7 @@ def _limit(one: Again) -> float:
 
 
 def same_beginnings(candidate: Recording, again: list[Again]) -> None:
-    """What comes back to the model's output is the same on one device, but for a factor: so are targets that nobody
-    hashes, and the loss does not mix what several ranks have computed."""
+    """What comes back to the model's output is one device's, but for a factor: so are targets that nobody hashes."""
     for one in again:
         record, ways = candidate.ranks[one.rank], partial(nn.functional.normalize, dim=0, eps=1e-300)
         theirs, ours = ([*map(ways, of)] for of in (_begun(record, one.of, one.micro), _begun(one.record, one.step, 0)))
@@ -291,8 +287,7 @@ def same_beginnings(candidate: Recording, again: list[Again]) -> None:
 
 
 def same_outputs(candidate: Recording, again: list[Again]) -> None:
-    """A model whose ranks exchange something on the way gives each the outputs that one device gives for its rows: else
-    it joins the rows of several ranks (a loss inside the model, statistics of a batch)."""
+    """Where ranks exchange something on the way, each has the outputs that one device gives for its rows."""
     own = {rank: n for n, rank in enumerate(distinct(candidate, again[0].of))}
     exchanged = [e for r in candidate.ranks for e in r.of(events.Collective, again[0].of) if e.phase == "forward"]
     if not any(len(own.keys() & set(e.group)) > 1 for e in exchanged):

@@ -80,8 +80,7 @@ def compare(
 
 
 def merged(explained: list[Finding], free: list[Finding], shared: Collection[str] = ()) -> list[Finding]:
-    """A bug that both found is told once. What the reference decides is no longer open, but for what it may have wrong
-    itself (`shared`)."""
+    """A bug that both found is told once. `shared`: bugs of the reference itself, which it does not decide."""
     free = _decided(explained, free, shared)
     told = {f.bug for f in explained if f.verdict == BUG}
     named = {f.bug for f in free if f.verdict == BUG and f.bug and f.bug not in DRIFT}  # which follows from others
@@ -394,8 +393,7 @@ def places_of(analysis: Analysis, start: Mapping[str, Value], names: dict[str, s
 
 
 def _swapped(analysis: Analysis, places: dict[str, dict[int, Place]]) -> list[str]:
-    """Tensors of which later ranks hold earlier rows, found by their values: no framework cuts that way but one that
-    says where its shards sit (FSDP2 over tensor parallel)."""
+    """Tensors of which later ranks hold earlier rows, found by their values; FSDP2 over tp declares such boxes."""
     found = []
     for name, spots in places.items():
         if all(analysis.about[rank][name].box is not None for rank in spots):

@@ -75,8 +75,7 @@ def diagnose(
 
 
 def _single_numbers(analysis: Analysis, groups: dict[tuple[str, float], list[str]]) -> None:
-    """A tensor of one element is any other one times some factor: where others are not summed and the factor has no
-    meaning, neither is this one."""
+    """A tensor of one element is any other one times some factor: where others are not summed, neither is this one."""
     unreduced = next((key for key in groups if key[0] == patterns.UNREDUCED), None)
     odd = [key for key in groups if key[0] == patterns.SCALED and key[1] and not _meant(analysis, key[1])]
     for key in odd:

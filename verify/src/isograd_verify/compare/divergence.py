@@ -34,9 +34,8 @@ class Match:
 
 
 def contained(local: Tensor, whole: Tensor, directions: bool = False, share: float = 1.0) -> Match:
-    """Whether every row (or else every column) of a local activation is one of the reference's. `directions`: compare
-    rows up to their length, for gradients that are scaled differently until the step. `share`: how many of the rows
-    must be found; a layout's pads are rows of nobody's."""
+    """Whether every row (or else column) of a local activation is one of the reference's. `directions`: up to their
+    length. `share`: how many of the rows must be found; a layout's pads are rows of nobody's."""
     if not local.is_floating_point() or not whole.is_floating_point():
         return Match(True)
     for turn in (False, True):
@@ -55,8 +54,7 @@ def contained(local: Tensor, whole: Tensor, directions: bool = False, share: flo
 
 
 def _in_order(close: Tensor) -> bool:
-    """Whether the rows occur among the reference's in their own order, however often; more of them are no other
-    order."""
+    """Whether the rows occur among the reference's in their own order, however often."""
     at = -1
     for row in close:
         later = row[at + 1 :].nonzero()

@@ -105,8 +105,7 @@ def without_flips(
     subject: Subject,
     fit: Callable[[], Fitted],
 ) -> list[Finding]:
-    """The findings of a step, with what flips leave of them; `subject` is told the numbers, `fit` the tensors'
-    factors."""
+    """The findings of a step, with what flips leave of them; `subject` gets numbers, `fit` gives tensors' factors."""
     counts = counted(reference, candidate, step)
     if not counts.tokens:
         return found

@@ -122,8 +122,7 @@ def in_every_call(own: RankRecord, calls: list[RankRecord], step: int, scale: di
 
 
 def counts_all(alone: Recording, again: list[Again]) -> None:
-    """Given the rows of all ranks, labels weigh together what those of a first step do, or each what each does there:
-    else the program divides by a number that it has counted before, in fewer rows."""
+    """Given the rows of all ranks, labels weigh together, or each, what those of a first step do."""
     own, all_rows = _labels(alone.ranks[0], 1), [_labels(one.record, one.step) for one in again]
     for site in own.keys() & set(_sites(all_rows)):
         calls = [call for terms in all_rows for call in terms.get(site, [])]
@@ -138,8 +137,7 @@ def counts_all(alone: Recording, again: list[Again]) -> None:
 
 
 def steady(candidate: Recording, step: int, begin: int) -> bool:
-    """Whether each term weighs in a step what it weighs in an earlier one, in all or each of its numbers: no
-    coefficient moves with the steps, by a schedule or with what the program keeps."""
+    """Whether each term weighs in a step what it weighs in an earlier one, in all or each of its numbers."""
     for terms_of in (_labels, _means):
         for own in candidate.ranks:
             if terms_of(own, step).keys() - terms_of(own, begin).keys():

@@ -105,10 +105,8 @@ def read_json(path: str | Path, most: int, *, nan: bool = False, follow: bool = 
 
 
 def parse_json(raw: bytes | str, path: str | Path, *, nan: bool = False) -> Any:
-    """JSON as Python values: no key twice, no infinity, at most DEPTH deep, no half of a surrogate pair.
-
-    nan: whether NaN and Infinity may stand in it, which Python writes and JSON does not have.
-    """
+    """JSON as Python values: no key twice, no infinity, at most DEPTH deep, no half of a surrogate pair. nan: NaN and
+    Infinity may stand in it, which Python writes and JSON does not have."""
     text = raw if isinstance(raw, str) else _decoded(raw, path)
     if text.startswith(LFS.decode()):
         raise _pointer(path)

@@ -70,8 +70,7 @@ class Analysis:
         return [self.recording.parameters(rank) for rank in range(self.world)]
 
     def _leave_to_owners(self) -> dict[str, set[int]]:
-        """Name -> ranks that do not step their copy (ZeRO 1): its gradient went to an owner, whose optimizer steps it,
-        and the new values come back. What is left of the gradient on such a rank is not looked at."""
+        """Name -> ranks that do not step their copy (ZeRO 1): what is left of its gradient there is not looked at."""
         found: dict[str, set[int]] = {}
         for name in self.names:
             for ranks in self.replica_sets(name):
@@ -236,8 +235,7 @@ class Analysis:
 
     @cached_property
     def summed_inside(self) -> dict[str, events.Collective]:
-        """Tensors that the optimizer sums inside its step, with a reduction there: each rank came with a gradient of
-        its own, and copies are equal behind the step all the same. Where nothing sums them they drift apart."""
+        """Tensors that the optimizer sums inside its step: copies are equal behind it, their gradients were not."""
         kinds, calls = (*events.REDUCING, "all_to_all"), [e for _, e in self.of(events.Collective) if e.numel > 1]
         calls = [e for e in calls if e.phase == "step" and e.op in kinds]
         found: dict[str, events.Collective] = {}
@@ -251,8 +249,7 @@ class Analysis:
 
     @cached_property
     def stepped_elsewhere(self) -> bool:
-        """Whether optimizers step tensors of their own in place of the model's (a flat shard of all of them, copies in
-        single precision): no optimizer owns any of the model's, and they change all the same, alike on all ranks."""
+        """Whether optimizers step tensors of their own in place of the model's, which change all the same, alike."""
         pairs = [p for p in pairwise(self.recording.steps) if self.step in p][:1]
         learn = [n for n in self.names if self.info(n).trainable and self.info(n).gradient]
         owned = any(self.about[r][n].owned for n in learn for r in self.holders(n))
@@ -299,8 +296,7 @@ class Analysis:
         return max(tolerances.FIT.get(kind, tolerances.FIT_OTHER) for kind in kinds)
 
     def observed(self, name: str, sums: list[dict[str, Tensor]] | None = None) -> list[Observed]:
-        """The gradient of a parameter, once per distinct value of it; covers put together. `sums`: the sketches to take
-        in place of those of the step."""
+        """The gradient of a parameter, once per distinct value; covers put together. `sums`: in place of the step's."""
         sums = self.sums if sums is None else sums
         holders = [r for r in self.holders(name) if name in sums[r]]
         if not holders:
@@ -323,8 +319,7 @@ class Analysis:
         return any(i.declared and math.prod(i.part_shape) > math.prod(i.shape) for i in infos)
 
     def _covers(self, name: str, holders: list[int], sums: list[dict[str, Tensor]]) -> list[Observed]:
-        """Of what ranks contributed to: those with different boxes, in order, make up one whole; equal boxes begin
-        another."""
+        """Ranks with different boxes, in order, make up one whole; equal boxes begin another."""
         covers: dict[str, list[dict[str, int]]] = defaultdict(list)
         for rank in [r for r in holders if math.prod(self.about[r][name].shape)] or holders[:1]:
             box, of = repr(self.about[rank][name].box), covers[repr(self.about[rank][name].part_box)]
@@ -341,8 +336,7 @@ class Analysis:
         return found
 
     def contributions(self, name: str, rank: int | None = None) -> dict[events.Key, Tensor]:
-        """Of every rank whose contribution has the shape and place that `rank`'s has; the first holder's, when it is
-        not said."""
+        """Of every rank whose contribution has the shape and place of `rank`'s, or of the first holder's."""
         own = self.about[self.holders(name)[0] if rank is None else rank][name]
         placed = {r: (self.about[r][name].part_shape, self.about[r][name].part_box) for r in self.holders(name)}
         return {k: p for k, p in self.parts[name].items() if placed.get(k[0]) == (own.part_shape, own.part_box)}

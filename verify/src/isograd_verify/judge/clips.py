@@ -14,8 +14,7 @@ from isograd_verify.tell.wording import equal
 
 
 def bound(recording: Recording) -> float:
-    """The norm behind each clip by hand; 0: the watched steps show none. A world of one, which takes one step by
-    itself, is told what the other run's was."""
+    """The norm behind each clip by hand; 0: none is seen. A world of one is told that of the other run."""
     if "bound" in recording.about:
         return float(recording.about["bound"])
     found = [one for step in recording.steps if (one := _scaled(recording, step))]
@@ -41,8 +40,7 @@ def clipped(recording: Recording, step: int) -> bool:
 
 
 def _scaled(recording: Recording, step: int) -> tuple[float, float] | None:
-    """(norm behind it, factor) of a step in which each rank last multiplied all its gradients by one number, or none
-    (1)."""
+    """(norm behind it, factor; 1: none) of a step in which each rank last multiplied its gradients by one number."""
     events = [event for record in recording.ranks for event in record.of(Rewritten, step)]
     factors = [event.factor for event in events if event.factor] if events else [1.0] * recording.world
     held = [one for r in recording.ranks for e in r.of(Step, step)[:1] for one in e.parameters.items()]

@@ -74,8 +74,7 @@ def row(bug: str) -> Row:
 
 
 def without_consequences(found: list[Finding]) -> list[Finding]:
-    """Leave out what only follows from a finding that is told: drifting copies, say, or what a lone step did later.
-    What is left out hides nothing. Beside a named bug nothing is open."""
+    """Leave out what only follows from a finding that is told. Beside a named bug nothing is open."""
     bugs = {f.bug for f in found if f.verdict == BUG}
     causes = {bug for bug in bugs if not any(bug in row(other).hides for other in bugs)}
     hidden = frozenset[str]().union(*(row(bug).hides for bug in causes))

@@ -114,8 +114,7 @@ def _over_micros(values: dict[int, float], small: float) -> Symptom:
 
 
 def _base(steps: list[float]) -> int:
-    """The whole number by which a series goes down, at every step or only at some (several micro-batches for each call
-    of a pipeline's schedule); 0 when there is none."""
+    """The whole number by which a series goes down, at every step or only at some; 0 when there is none."""
     base = round(max(steps))
     fits = base >= 2 and all(min(abs(s - base) / base, abs(s - 1)) <= tolerances.BASE for s in steps)
     return base if fits else 0

@@ -26,8 +26,7 @@ def shares(analysis: Analysis, found: Fit) -> dict[Key, float]:
 
 def reference_tensor(analysis: Analysis, of: Collection[Key] = ()) -> tuple[str, Fit] | None:
     """The first tensor whose coefficients are known and belong to the usual pattern; best one whose contributions all
-    differ, so that each has a coefficient of its own. `of`: one that some of these micro-batches add to; in a pipeline
-    only the last stage's see the loss."""
+    differ. `of`: one that some of these micro-batches add to; in a pipeline only the last stage's see the loss."""
     second = None
     for name in analysis.names:
         if len(analysis.replica_sets(name)) > 1 and not analysis.info(name).declared:
@@ -67,8 +66,7 @@ def factor_from(analysis: Analysis) -> str:
 
 
 def reduced_twice(analysis: Analysis) -> bool:
-    """Whether some gradient is reduced behind backward that was reduced already, in backward or by an earlier such
-    call."""
+    """Whether some gradient that is reduced behind backward was reduced already."""
     record = analysis.recording.ranks[0]
     events = [e for e in record.of(Collective, analysis.step) if e.op in REDUCING and len(e.group) > 1]
     last = max((e.passed for e in events), default=0)
@@ -94,8 +92,7 @@ def amounts(analysis: Analysis) -> dict[str, float]:
 
 
 def too_often(analysis: Analysis, factor: float) -> tuple[str, str, str]:
-    """(id, axis, words) of a term that counts so many times, to a few percent, where another one counts once; '':
-    none."""
+    """(id, axis, words) of a term that counts so many times where another one counts once; '': none."""
     groups, micros = _sizes(analysis), {"micro-batches": (analysis.micros, "the number of micro-batches")}
     known = {**groups, **micros}
     for axis, (size, words) in groups.items():

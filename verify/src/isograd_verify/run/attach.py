@@ -275,8 +275,7 @@ def facts(recording: Recording) -> dict[str, str]:
 
 
 def _drift(recording: Recording, subject: Subject) -> None:
-    """Heat map without a reference: where copies differ, how far each rank's gradient is from being a multiple of the
-    sum of what all of them have added; where nothing tells that, how far from their mean."""
+    """Heat map without a reference: how far each rank's gradient is from a multiple of what all copies have added."""
     from isograd_verify.judge.analysis import Analysis
 
     for step in recording.steps[:1]:

@@ -61,8 +61,7 @@ def single_rank(command: list[str]) -> list[str]:
 
 
 def judged(directory: Path, command: list[str], subject: Subject, stall: float, replay: bool = False) -> Subject:
-    """What a run shows beside one device. `subject`: what it shows by itself. `replay`: one device takes its
-    experts."""
+    """What a run shows beside one device. `subject`: by itself. `replay`: one device takes its experts."""
     try:
         candidate = Recording(directory)
         one = WorldOfOne(candidate, single_rank(command), stall, replay)
@@ -291,8 +290,7 @@ def _together(alone: WorldOfOne, why: Mixed, queue: list[Fed]) -> Recording:
 
 
 def _at_once(alone: WorldOfOne, reference: Recording, micros: list[int], errors: dict[str, float]) -> list[Finding]:
-    """Whether one device has other gradients of the rows of all ranks in one batch than of each rank's by themselves,
-    which go the way that they went on the ranks. `errors`: to add to."""
+    """Whether one device has other gradients of all ranks' rows in one batch than one by one. `errors`: to add to."""
     ranks = combined.distinct(alone.candidate)
     try:
         first, whole = replace(alone, replay=False).again("together", [(ranks, micro, 1) for micro in micros], True)

@@ -33,8 +33,7 @@ def file_of(step: int, micro: int, call: int, kind: str = GRAPH) -> str:
 
 
 def outermost(capture: Capture, module: nn.Module) -> str:
-    """How a model that learns is called: with a graph, or without one by a program that trains it; '' of a part, or
-    none."""
+    """How a model that learns is called: with a graph, or without one by a program that trains it; else ''."""
     if capture.stack or torch._C._current_graph_task_id() != -1 or foreign.functional():
         return ""
     kind = GRAPH if torch.is_grad_enabled() else CACHE if module.training else ""

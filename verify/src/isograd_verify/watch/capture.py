@@ -94,9 +94,8 @@ class Capture(Recorder):
             del self.tensors[path]
 
     def snapshot(self, gradients: dict[str, Tensor] | None = None, talk: bool = True) -> None:
-        """The gradients as they are before clip: taken where clipping is called, else at the optimizer's door.
-        `gradients`: whole ones that an engine gives by name; else every parameter's own `grad`. `talk`: the other
-        ranks are here too, so a DTensor may be brought into place."""
+        """The gradients as they are before clip. `gradients`: whole ones that an engine gives by name, not `grad`.
+        `talk`: the other ranks are here too, so a DTensor may be brought into place."""
         if self.snapped:
             return
         self.snapped = True

@@ -205,9 +205,8 @@ class WatchMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _logit_shift(self, args: Any) -> None:
-        """Under torch's loss_parallel, log_softmax has no backward of its own. A softmax does not see a number that is
-        added to all logits of a row, so the gradient of a row must sum to zero over the whole vocabulary: this rank
-        tells its part of that sum, over all rows with random signs."""
+        """Under torch's loss_parallel, log_softmax has no backward of its own. The gradient of a row must sum to zero
+        over the vocabulary: this rank tells its part of that sum, over all rows with random signs."""
         gradient = foreign.local(args[0]).detach().double().movedim(args[2], -1).flatten(0, -2)
         signs = torch.randn(len(gradient), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         shift, size = float(gradient.sum(1) @ signs), float(gradient.abs().sum(1) @ signs.abs())

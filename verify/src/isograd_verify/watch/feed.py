@@ -229,8 +229,7 @@ class Feed:
         self._leave_states()
 
     def _withhold(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Behind the capture's hook: an optimizer without gradients changes nothing; a closure makes them in its
-        step."""
+        """An optimizer without gradients changes nothing; a closure makes them in its step."""
         self.cached = False
         self._remember()
         closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None

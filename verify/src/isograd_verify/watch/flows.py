@@ -92,8 +92,7 @@ class Flows:
 
 
 def memory(t: Tensor) -> int:
-    """Names a tensor's memory, and no other one's while a StorageWeakRef to it is kept; its address may be given to
-    another tensor as soon as it is free."""
+    """Names a tensor's memory while a StorageWeakRef to it is kept; later its address may be another tensor's."""
     return int(t.untyped_storage()._cdata)
 
 

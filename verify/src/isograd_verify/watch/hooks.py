@@ -269,8 +269,7 @@ class Hooks:
         self.capture.event(Average(*self.capture.now, hashes=hashes))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """An optimizer that is given a closure computes its gradients inside its step, once or several times (LBFGS):
-        the closure's first call is the step that is judged."""
+        """An optimizer's closure computes gradients inside its step: its first call is the step that is judged."""
         closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
         self.capture.guarded(self._step_begins)(optimizer, closure)
         if closure is None or not self.capture.active:

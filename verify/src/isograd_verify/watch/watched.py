@@ -29,8 +29,7 @@ _left: set[Any] = set()  # process groups of worlds that the program has ended, 
 
 
 def prepare(directory: str, end: Callable[[], None] | None = None) -> None:
-    """Called right after torch was imported: the capture begins with a process group or an optimizer. `end`: called
-    behind its end."""
+    """Called right after torch was imported. `end`: called behind the capture's end."""
     if end is not None:
         _ends.append(end)
     made = torch.optim.Optimizer.__init__
@@ -67,8 +66,7 @@ def prepare(directory: str, end: Callable[[], None] | None = None) -> None:
 
 
 def _as_one() -> Callable[..., Any]:
-    """Beside one device: whatever number of ranks the program or its launcher asks for, there is one. Its others have
-    nothing to do. Returns how a process group is joined."""
+    """Beside one device: whatever number of ranks is asked for, there is one. Returns how a process group is joined."""
     from torch.distributed import device_mesh
 
     package: Any = torch.multiprocessing
@@ -161,8 +159,7 @@ def _capture(directory: str) -> Any:
 
 
 class _Steps:
-    """The number of optimizer steps, where `verify run` reads it from outside: what stays in the program after the
-    watched steps, so that a later hang is seen, too."""
+    """The number of optimizer steps, where `verify run` reads it from outside: a later hang is seen, too."""
 
     def __init__(self) -> None:
         self.count = 0

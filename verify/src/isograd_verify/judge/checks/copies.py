@@ -129,8 +129,7 @@ def _summed(analysis: Analysis, name: str, ranks: tuple[int, ...]) -> bool:
 
 
 def exchange(analysis: Analysis, ranks: tuple[int, ...]) -> bool:
-    """Whether these ranks exchange activations: in forward, or from stage to stage. A broadcast is of buffers, and a
-    gather of shards, where there are some."""
+    """Whether these ranks exchange activations: not by a broadcast (of buffers), nor a gather of shards."""
     events = [e for rank in ranks for e in analysis.recording.ranks[rank].of(Collective, analysis.step)]
     quiet = ("broadcast", "all_gather") if any(map(analysis.covered, analysis.names)) else ("broadcast",)
     return any(

@@ -69,8 +69,7 @@ def scales(analysis: Analysis) -> Iterator[Finding]:
 
 
 def summed_inside(analysis: Analysis) -> Iterator[Finding]:
-    """Gradients are summed in the model's parameters, before an optimizer gets them: else they are read where they can
-    be."""
+    """Gradients are summed in the model's parameters, before an optimizer gets them."""
     for known in (True, False):
         inside = {n: e for n, e in analysis.summed_inside.items() if (n in analysis.added_inside) is known}
         if not inside:
@@ -178,8 +177,7 @@ def _read_pattern(analysis: Analysis, seen: Observed, found: Fit, loose: float, 
 
 
 def _summed_in_backward(analysis: Analysis, name: str, found: Fit) -> bool:
-    """Whether backward itself summed a gradient of this size over ranks that add the same to this tensor: then these
-    are copies of one sum, and not parts that happen to be equal."""
+    """Whether backward summed a gradient of this size over ranks that add the same: they are copies of one sum."""
     together = [{rank for rank, _ in members} for members in found.classes.values()]
     size = math.prod(analysis.info(name).part_shape)
     sums = [e for e in reductions(analysis, size) if e.op == "all_reduce" and e.phase == "backward" and not e.covers]

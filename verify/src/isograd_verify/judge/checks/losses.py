@@ -236,8 +236,7 @@ def _equal_at_first(analysis: Analysis, term: str) -> bool:
 
 
 def _element_weights(analysis: Analysis) -> dict[str, tuple[dict[Key, MeanWeight], dict[Key, float], float]]:
-    """Of each mean or sum in the loss: itself by rank and micro-batch, what an element weighs in the gradient, and how
-    exactly that is known."""
+    """Of each mean or sum in the loss: itself, what an element weighs in the gradient, how exactly that is known."""
     chosen = reference_tensor(analysis) if not analysis.losses else None  # labels say more than elements
     if chosen is None:
         return {}
@@ -252,9 +251,8 @@ def _element_weights(analysis: Analysis) -> dict[str, tuple[dict[Key, MeanWeight
 
 
 def _mean_terms(analysis: Analysis, tolerance: float) -> Iterator[tuple[str, dict[Key, MeanWeight]]]:
-    """(its name, the mean by rank and micro-batch) of each mean in the loss. One that is computed several times in a
-    micro-batch with one weight (a loss in chunks) is one; with several weights (row by row, say) it is a mean of means
-    on purpose, and no term."""
+    """Each mean in the loss by rank and micro-batch. One that is computed several times in a micro-batch with one
+    weight is one; with several weights it is a mean of means on purpose, and no term."""
     terms: dict[str, dict[Key, list[MeanWeight]]] = defaultdict(lambda: defaultdict(list))
     for rank, event in analysis.of(MeanWeight):
         terms[event.term][rank, event.micro].append(event)

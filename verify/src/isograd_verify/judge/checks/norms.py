@@ -142,8 +142,7 @@ def _copies_differ(analysis: Analysis, name: str) -> bool:
 
 
 def _one_factor(analysis: Analysis, rank: int) -> float | None:
-    """The factor between a rank's gradients and what its optimizer received; None when they were changed otherwise than
-    by one factor: element by element, or tensor by tensor."""
+    """The factor between a rank's gradients and what its optimizer received; None: there is no such one."""
     clipped = analysis.recording.ranks[rank].group(analysis.step, "clipped")
     whole = analysis.sums[rank]
     factors: list[float] = []

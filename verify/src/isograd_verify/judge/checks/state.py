@@ -49,8 +49,7 @@ def steps_together(analysis: Analysis) -> Iterator[Finding]:
 
 
 def _steps_by(events: list[Event], kind: type[Event], everyone: tuple[int, ...]) -> list[int]:
-    """After how many forwards, backwards or collectives of all ranks each step was taken: a micro-batch without labels
-    may have no backward."""
+    """After how many forwards, backwards or collectives of all ranks each step was taken."""
     taken, seen = [], 0
     for event in events:
         seen += isinstance(event, kind) and getattr(event, "group", everyone) == everyone
