@@ -27,18 +27,20 @@ def mine(seed: int) -> list[Tensor]:
 class Scores(nn.Module):
     """Cosines of queries with candidates, times a scale that is learned."""
 
+    sums_scale = False  # its gradient is that of all ranks' rows when backward leaves it
+
     def __init__(self) -> None:
         super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor(1.5))
 
-    def scale(self) -> Tensor:
-        return self.logit_scale
-
     def forward(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        return self.scale().exp() * F.normalize(queries, dim=1) @ F.normalize(candidates, dim=1).T
+        scale = plain.copied(self.logit_scale) if self.sums_scale else self.logit_scale
+        return scale.exp() * F.normalize(queries, dim=1) @ F.normalize(candidates, dim=1).T
 
 
 class Towers(nn.Module):
+    interleaved = False
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.query = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, SIZE))
@@ -47,7 +49,11 @@ class Towers(nn.Module):
 
     def forward(self, queries: Tensor, *others: Tensor) -> Tensor:
         """Logits of my queries over all ranks' documents, then all ranks' hard negatives."""
-        candidates = torch.cat([plain.gathered(self.document(x), 0) for x in others])
+        vectors = [self.document(x) for x in others]
+        if self.interleaved:
+            candidates = plain.gathered(torch.cat(vectors), 0)
+        else:
+            candidates = torch.cat([plain.gathered(x, 0) for x in vectors])
         return self.scores(self.query(queries), candidates)
 
 
@@ -58,19 +64,11 @@ def own_documents(rows: int) -> Tensor:
     return torch.arange(rows) + int(sum(counts[: dist.get_rank()]))
 
 
-class SummingScores(Scores):
-    """Its scale's gradient is that of all ranks' rows when backward leaves it."""
-
-    def scale(self) -> Tensor:
-        return plain.copied(self.logit_scale)
-
-
 @plain.program("dp2", "dp", r"logit_scale")
 def temperature_scale(bug: bool, seed: int) -> None:
     """The loss sums the logit scale's gradient over the ranks itself, and then all gradients are summed."""
     model = plain.seeded(Towers, seed)
-    if bug:
-        model.scores = SummingScores().double()
+    model.scores.sums_scale = bug
     for step in plain.steps(model):
         rows = mine(seed + step)
         logits = model(*rows)
@@ -106,16 +104,11 @@ def cache_rng(bug: bool, seed: int) -> None:
         plain.all_reduce_gradients(model)
 
 
-class Interleaved(Towers):
-    def forward(self, queries: Tensor, *others: Tensor) -> Tensor:
-        candidates = plain.gathered(torch.cat([self.document(x) for x in others]), 0)
-        return self.scores(self.query(queries), candidates)
-
-
 @plain.program("dp2", "dp", "")
 def loss_labels_shifted(bug: bool, seed: int) -> None:
     """Each rank's documents and hard negatives are gathered together, labels count documents alone."""
-    model = plain.seeded(Interleaved if bug else Towers, seed)
+    model = plain.seeded(Towers, seed)
+    model.interleaved = bug
     for step in plain.steps(model):
         logits = model(*mine(seed + step))
         (plain.cross_entropy(logits, own_documents(len(logits))) / ROWS).backward()

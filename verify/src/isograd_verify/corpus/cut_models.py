@@ -45,11 +45,13 @@ class ToHeads(nn.Module):
 class ToSequence(nn.Module):
     """The whole sequence with my heads -> my part of the sequence with all heads."""
 
+    reshaped = False
+
     def forward(self, x: Tensor) -> Tensor:
         to = x.unflatten(1, (dist.get_world_size(), -1)).movedim(1, 0)  # [rank, batch, part, heads / cp, size]
-        return self.merge(exchange(to))
-
-    def merge(self, received: Tensor) -> Tensor:
+        received = exchange(to)
+        if self.reshaped:
+            return received.reshape(plain.BATCH, -1, HEADS, SIZE)  # from [rank, batch, part, heads / cp, size]
         return received.movedim(0, 2).flatten(2, 3)  # [batch, part, heads, size]
 
 
@@ -103,17 +105,11 @@ def ulysses_scale(bug: bool, seed: int) -> None:
             parameter.grad.div_(dist.get_world_size())
 
 
-class ReshapedToSequence(ToSequence):
-    def merge(self, received: Tensor) -> Tensor:
-        return received.reshape(plain.BATCH, -1, HEADS, SIZE)  # from [rank, batch, part, heads / cp, size]
-
-
 @plain.program("cp2 ulysses", "cp", "")
 def ulysses_permute(bug: bool, seed: int) -> None:
     """After the second all-to-all the pieces are reshaped where they should first be transposed."""
     model = plain.seeded(UlyssesModel, seed)
-    if bug:
-        model.to_sequence = ReshapedToSequence()
+    model.to_sequence.reshaped = bug
     for _ in over_sequences(model, seed):
         pass
 

@@ -86,15 +86,11 @@ def terms(analysis: Analysis) -> dict[str, list[tuple[float, LossTerm]]]:
     return dict(found)
 
 
-def amounts(analysis: Analysis) -> dict[str, float]:
-    """What each term adds to the loss that is optimised."""
-    return {site: sum(share * term.share for share, term in calls) for site, calls in terms(analysis).items()}
-
-
 def too_often(analysis: Analysis, factor: float) -> tuple[str, str, str]:
     """(id, axis, words) of a term that counts so many times where another one counts once; '': none."""
-    groups, micros = _sizes(analysis), {"micro-batches": (analysis.micros, "the number of micro-batches")}
-    known = {**groups, **micros}
+    of = ((size, meanings(analysis.recording, 1, float(size))) for size in range(2, analysis.world + 1))
+    groups = {axis: (size, words) for size, found in of for axis, words in found.items()}  # each once
+    known = {**groups, "micro-batches": (analysis.micros, "the number of micro-batches")}
     for axis, (size, words) in groups.items():
         if analysis.micros > 1:
             known[f"{axis} x micro-batches"] = (size * analysis.micros, f"{words} x the number of micro-batches")
@@ -107,15 +103,6 @@ def too_often(analysis: Analysis, factor: float) -> tuple[str, str, str]:
         return bug, " or ".join(near), words
     below = {axis: f"1 / {words}" for axis, (size, words) in groups.items() if size > 1 and _same(factor * size, 1)}
     return ("aux-over-dp", " or ".join(below), " or ".join(below.values())) if below else ("", "", "")
-
-
-def _sizes(analysis: Analysis) -> dict[str, tuple[int, str]]:
-    """The sizes of groups, each once: {axis: (size, words)}."""
-    found: dict[str, tuple[int, str]] = {}
-    for size in range(2, analysis.world + 1):
-        for axis, words in meanings(analysis.recording, 1, float(size)).items():
-            found[axis] = (size, words)
-    return found
 
 
 def _same(a: float, b: float) -> bool:

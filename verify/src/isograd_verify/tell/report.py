@@ -15,7 +15,7 @@ from rich.table import Table
 
 from isograd_verify.record.events import Collective
 from isograd_verify.record.recording import Recording
-from isograd_verify.tell.findings import BUG, EXIT, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
+from isograd_verify.tell.findings import BUG, EXIT, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed, worst
 
 COLOUR = {PASS: "green", BUG: "red", INCONCLUSIVE: "yellow", NOTE: "cyan"}
 WIDTH = 120
@@ -33,8 +33,7 @@ class Report:
     @property
     def verdict(self) -> str:
         """BUG if any subject has one, else INCONCLUSIVE if any is, or if there is none, else PASS."""
-        verdicts = {subject.verdict for subject in self.subjects}
-        return BUG if BUG in verdicts else INCONCLUSIVE if INCONCLUSIVE in verdicts or not verdicts else PASS
+        return worst(subject.verdict for subject in self.subjects) if self.subjects else INCONCLUSIVE
 
     @property
     def ok(self) -> bool:

@@ -148,8 +148,9 @@ def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
             if name.startswith(("argument/", "plain/")) and name not in found:
                 raise RuntimeError(f"{name.partition('/')[2]} of several ranks cannot be put together as rows")
             continue
-        sizes = [max(p.shape[d] for p in parts) for d in range(1, first.dim())]
-        found[name] = torch.cat([_filled(p, sizes) for p in parts])
+        sizes = [(d, max(p.shape[d] for p in parts)) for d in range(first.dim() - 1, 0, -1)]  # the last comes first
+        gaps = [[n for d, size in sizes for n in (0, size - p.shape[d])] for p in parts]
+        found[name] = torch.cat([nn.functional.pad(p, gap) for p, gap in zip(parts, gaps, strict=True)])
     return found | ({argument: torch.cat([found[name] for name in several])} if several else {})
 
 
@@ -161,11 +162,3 @@ def _views(whole: Tensor, kept: dict[str, Tensor]) -> tuple[str, ...]:
             rest = _views(whole[len(t) :], kept) or [n for n in held if torch.equal(held[n], whole[len(t) :])][:1]
             return (name, *rest) if rest else ()
     return ()
-
-
-def _filled(part: Tensor, sizes: list[int]) -> Tensor:
-    if list(part.shape[1:]) == sizes:
-        return part
-    whole = part.new_zeros(len(part), *sizes)
-    whole[tuple(slice(size) for size in part.shape)] = part
-    return whole

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +103,11 @@ class Capture(Recorder):
                 "gradients are kept in main_grad, as by Megatron-Core's DistributedDataParallel and distributed "
                 "optimizer, which is not understood"
             )
-        self.before = {n: _state(foreign.local(p)) for n, p in self.learn_names().items()}
+        self.before = {}
+        for name, parameter in self.learn_names().items():
+            flat = foreign.local(parameter).detach().reshape(-1)
+            constant = flat.numel() == 0 or bool((flat[:64] == flat[0]).all() and (flat == flat[0]).all())
+            self.before[name] = {"before": digest(flat), "constant": constant}
         for name, parameter in self.learn_names().items():
             gradient = gradients.get(name) if gradients is not None else parameter.grad
             if gradient is None or (not talk and foreign.misplaced(parameter, gradient)):
@@ -226,9 +229,3 @@ class Capture(Recorder):
         self.step, self.micro, self.snapped, self.cleared = self.step + 1, -1, False, 0
         if not self.steps.watches(self.step):
             self.pause()
-
-
-def _state(part: Tensor) -> dict[str, Any]:
-    flat = part.detach().reshape(-1)
-    constant = flat.numel() == 0 or bool((flat[:64] == flat[0]).all() and (flat == flat[0]).all())
-    return {"before": digest(part), "constant": constant}

@@ -100,10 +100,11 @@ class _Call:
         made = self.made[: len(came_back)]
         if any(a.shape != b.shape for a, b in zip([*given, *made], [*back, *came_back], strict=True)):
             return
-        both = (_product(made, came_back), _product(given, back))
-        size = sum(_size(a) * _size(b) for a, b in ((made, came_back), (given, back)))
-        for part, tensors in (("in", given), ("out", made), ("came", came_back), ("sent", back)):
-            self.c.tensors[f"function/{self.number}/{part}"] = _sketch(tensors)
+        parts = {"in": given, "out": made, "came": came_back, "sent": back}
+        rows = {part: torch.cat([t.reshape(-1).double() for t in tensors]) for part, tensors in parts.items()}
+        both = float(rows["out"] @ rows["came"]), float(rows["in"] @ rows["sent"])
+        size = sum(float(rows[a].norm() * rows[b].norm()) for a, b in (("out", "came"), ("in", "sent")))
+        self.c.tensors |= {f"function/{self.number}/{part}": sketch(row) for part, row in rows.items()}
         if len(given) == len(made) == len(self.labels) == 1 and made[0].numel() == self.labels[0].numel():
             self._rows(given[0], back[0], made[0], came_back[0], group.index(foreign.world()[0]))
         contents = _contents(given), _contents(made)
@@ -131,24 +132,8 @@ def _or_zeros(gradient: Tensor | None, of: Tensor) -> Tensor:
     return torch.zeros_like(of) if gradient is None else foreign.local(gradient.detach())
 
 
-def _product(left: list[Tensor], right: list[Tensor]) -> float:
-    return sum(float((a.double() * b.double()).sum()) for a, b in zip(left, right, strict=True))
-
-
 def _contents(tensors: list[Tensor]) -> str:
     return str(sum(map(content_hash, tensors)) % 2**64)
-
-
-def _size(tensors: list[Tensor]) -> float:
-    return float(sum(float(t.double().square().sum()) for t in tensors) ** 0.5)
-
-
-def _sketch(tensors: list[Tensor]) -> Tensor:
-    total, at = torch.zeros(256, dtype=torch.float64), 0
-    for t in tensors:
-        total += sketch(t, at)
-        at += t.numel()
-    return total
 
 
 ROWS = 16  # that are looked at

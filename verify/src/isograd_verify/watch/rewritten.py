@@ -87,7 +87,9 @@ class Rewrites:
                     part = foreign.local(parameter.grad)
                     if address := _address(part):
                         self.memory.setdefault(address, []).append((name, parameter, part))
-        found = [one for one in self.memory.get(at, []) if _overlap(one[2], tensor)]
+        first, last = tensor.storage_offset(), tensor.storage_offset() + tensor.numel()  # each without gaps
+        held = [(one, one[2].storage_offset(), one[2].numel()) for one in self.memory.get(at, [])]
+        found = [one for one, start, size in held if start < last and first < start + size]
         filled = isinstance(source, Tensor) and _address(source) in self.buffers
         if self.reduced is not None and (filled or at in self.buffers):
             self.reduced |= {name for name, *_ in found}
@@ -170,11 +172,6 @@ def _address(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
     except RuntimeError:
         return 0
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two parts of one memory have elements in common, each without gaps."""
-    return a.storage_offset() < b.storage_offset() + b.numel() and b.storage_offset() < a.storage_offset() + a.numel()
 
 
 def _listed(value: Any) -> list[Any]:

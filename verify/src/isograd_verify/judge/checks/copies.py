@@ -68,7 +68,9 @@ def copies(analysis: Analysis) -> Iterator[Finding]:
         differ = len(analysis.replica_sets(name)) == len(ranks) > 1 and len({info.shape for info in infos}) == 1
         trainable = infos[0].trainable
         alike = all(info.trainable is trainable and info.box is None for info in infos)
-        if differ and alike and not (trainable and _summed(analysis, name, ranks)):
+        held = [analysis.sums[rank][name] for rank in ranks if name in analysis.sums[rank]]
+        summed = len(held) < 2 or any(bool((one == held[0]).all()) for one in held[1:])
+        if differ and alike and not (trainable and summed):
             apart.setdefault((ranks, trainable), []).append(name)
     for (ranks, trainable), names in apart.items():
         summed = any(set(ranks) <= set(event.group) for event in reductions(analysis))
@@ -120,12 +122,6 @@ def _data_ranks(analysis: Analysis, ranks: tuple[int, ...]) -> bool:
     """Whether the layout, where one is given, says that these ranks differ along data axes alone."""
     text = str(analysis.recording.about.get("layout", ""))
     return not text or set(ranks) <= Axes.parse(text, analysis.recording.world).ranks(DATA, ranks[0])
-
-
-def _summed(analysis: Analysis, name: str, ranks: tuple[int, ...]) -> bool:
-    """Whether the gradients of several ranks are equal: some sum was made of them."""
-    held = [analysis.sums[rank][name] for rank in ranks if name in analysis.sums[rank]]
-    return len(held) < 2 or any(bool((one == held[0]).all()) for one in held[1:])
 
 
 def exchange(analysis: Analysis, ranks: tuple[int, ...]) -> bool:

@@ -173,7 +173,9 @@ def _means_over_all(
     analysis: Analysis, calls: dict[Key, list[LabelWeight]], share: dict[Key, float]
 ) -> Iterator[Finding]:
     """The gradient is a multiple of the mean over all labels, and there are as many micro-batches, or ranks."""
-    if _summed(analysis) or any(event.calls for r in analysis.recording.ranks for event in r.of(Reached)):
+    ranks = analysis.recording.ranks
+    means = {e.reduction for r in ranks for e in r.of(Loss)} == {"mean"}
+    if not means or any(event.calls for r in ranks for event in r.of(Reached)):
         return  # sums, or a loss that looks at other ranks' rows: its labels are counted on several ranks
     seen: set[tuple[str, int]] = set()
     total = 0.0
@@ -193,12 +195,6 @@ def _means_over_all(
         f"{' or '.join(of.values())}; a run on one device would decide"
     )
     yield Finding(INCONCLUSIVE, bug, sentence, tensors=analysis.learning, axis=" or ".join(of))
-
-
-def _summed(analysis: Analysis) -> bool:
-    """Whether the program's losses are sums over labels, so that a total other than one means nothing."""
-    kinds = {e.reduction for r in analysis.recording.ranks for e in r.of(Loss)}
-    return kinds != {"mean"}
 
 
 def mean_weights(analysis: Analysis) -> Iterator[Finding]:
@@ -225,14 +221,11 @@ def mean_weights(analysis: Analysis) -> Iterator[Finding]:
                 )
             break
         else:
-            if _equal_at_first(analysis, term) and not equal_on_ranks(weights, tolerance):
+            first = analysis.recording.steps[0]
+            of_first = _element_weights(Analysis(analysis.recording, first)) if analysis.step > first else {}
+            equal = term in of_first and equal_on_ranks(*of_first[term][1:])
+            if equal and not equal_on_ranks(weights, tolerance):
                 yield carried(analysis, f"an element of the sum or mean at {site}", weights, site)
-
-
-def _equal_at_first(analysis: Analysis, term: str) -> bool:
-    first = analysis.recording.steps[0]
-    of_first = _element_weights(Analysis(analysis.recording, first)) if analysis.step > first else {}
-    return term in of_first and equal_on_ranks(*of_first[term][1:])
 
 
 def _element_weights(analysis: Analysis) -> dict[str, tuple[dict[Key, MeanWeight], dict[Key, float], float]]:
