@@ -25,7 +25,7 @@ from isograd_verify.judge.checks.balance import coefficients_unjudged
 from isograd_verify.judge.checks.gradients import scales
 from isograd_verify.judge.checks.losses import counted, undivided
 from isograd_verify.judge.checks.traffic import local_steps
-from isograd_verify.judge.clips import only_in_both
+from isograd_verify.judge.clips import bound
 from isograd_verify.judge.consequences import DRIFT, row, spoilt, without_consequences
 from isograd_verify.judge.patterns import class_of
 from isograd_verify.record.events import Norm, Result
@@ -46,7 +46,8 @@ def compare(
     noise: Noise | None = None,
 ) -> Subject:
     """`rename`: the candidate's name -> the reference's."""
-    only_in_both(reference, candidate)
+    if not (bound(reference) and bound(candidate)):  # a gradient before its clip is not compared with one behind it
+        reference.about["bound"] = candidate.about["bound"] = 0.0
     subject = Subject(str(candidate.about.get("layout") or candidate.path.name), candidate.world, compared=True)
     subject.timeline = timeline(candidate)
     data = [] if ignore_data else same_data(reference, candidate)

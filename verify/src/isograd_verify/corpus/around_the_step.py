@@ -123,7 +123,6 @@ def rates_differ(bug: bool, seed: int) -> None:
 
 
 def mixed(average: Tensor, weight: Tensor, updates: Tensor, tokens: float) -> Tensor:
-    """The average after so many tokens."""
     old: float = 0.5 ** (tokens / HALF)
     return weight + (average - weight) * old
 

@@ -135,7 +135,6 @@ class Body(plain.Mlp):
     """A model that gives what its head was given as well."""
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """(logits, hidden states)."""
         x = self.body(tokens)
         return self.head(x), x
 
@@ -169,7 +168,6 @@ class Adapted(nn.Module):
         self.lora_b = nn.Linear(3, plain.HIDDEN, bias=False, dtype=base.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., HIDDEN]."""
         return self.base(x) + self.lora_b(self.lora_a(x))
 
 

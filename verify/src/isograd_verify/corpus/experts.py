@@ -107,7 +107,6 @@ class Everywhere(Mixture):
     partial = False
 
     def routed(self, x: Tensor, weights: Tensor) -> Tensor:
-        """What this rank's experts add, summed over ranks."""
         here = EXPERTS // self.seat.ep
         whole = weights if self.partial else plain.copied(weights)
         mine = whole[:, self.seat.index * here :][:, :here]
@@ -124,17 +123,9 @@ def score_partial(bug: bool, seed: int) -> None:
         pass
 
 
-class Expert(nn.Module):
-    """One expert, as modules of their own have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(plain.HIDDEN, INNER, bias=False)
-        self.down = nn.Linear(INNER, plain.HIDDEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """One expert's output for all tokens."""
-        return self.down(self.up(x).relu())
+def expert() -> nn.Module:
+    up, down = nn.Linear(plain.HIDDEN, INNER, bias=False), nn.Linear(INNER, plain.HIDDEN, bias=False)
+    return nn.Sequential(up, nn.ReLU(), down)
 
 
 class Separate(nn.ModuleDict):
@@ -143,17 +134,15 @@ class Separate(nn.ModuleDict):
     skip = False
 
     def __init__(self) -> None:
-        super().__init__({str(number): Expert() for number in range(EXPERTS)})
+        super().__init__({str(number): expert() for number in range(EXPERTS)})
 
     def keep(self, seat: Seat) -> None:
-        """Keep the experts of this rank."""
         here = EXPERTS // seat.ep
         for number in range(EXPERTS):
             if number // here != seat.index:
                 del self[str(number)]
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        """The sum over the experts of this rank."""
         total = torch.zeros_like(x)
         for expert, weight in zip(self.values(), weights.unbind(1), strict=True):
             if not self.skip or bool(weight.any()):
@@ -162,8 +151,6 @@ class Separate(nn.ModuleDict):
 
 
 class SeparateMixture(Mixture):
-    """The mixture with one module for each expert."""
-
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat)
         self.experts = Separate()  # type: ignore[assignment]
@@ -215,7 +202,6 @@ class Balanced(Mixture):
         return self.compute(x, scores, choice), (often * sums).sum(1) * EXPERTS / (CHOSEN * plain.LENGTH**2)
 
     def count(self, choice: Tensor) -> None:
-        """Add the tokens of each expert to the counts of this step."""
         self.chosen += choice.flatten().bincount(minlength=EXPERTS)
 
     def move(self, slots: int) -> None:

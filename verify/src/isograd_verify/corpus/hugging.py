@@ -25,7 +25,6 @@ UPSTREAM = r"embed|layernorm|self_attn|mlp\.gate\."  # experts and all behind th
 
 
 def language_model(seed: int, layers: int = 1, **options: Any) -> Any:
-    """transformers' Qwen3MoeForCausalLM, the same weights on every rank."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)

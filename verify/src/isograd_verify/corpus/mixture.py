@@ -51,11 +51,9 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, INNER, HIDDEN) / INNER**0.5)
 
     def keep(self, seat: Seat) -> None:
-        """Keep this rank's experts of all."""
         self.up, self.down = (nn.Parameter(w.detach().chunk(seat.ep)[seat.index].clone()) for w in (self.up, self.down))
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        """The sum over the experts here, each with the weight of the token."""
         inner = F.gelu(torch.einsum("th,ehi->eti", x, self.up))  # [experts here, tokens, inner]
         return torch.einsum("te,eti,eih->th", weights, inner, self.down)
 
@@ -76,7 +74,6 @@ class Mixture(nn.Module):
         self.gather_weights: Callable[[Tensor, int, Any], Tensor] = gathered
 
     def scores(self, x: Tensor) -> Tensor:
-        """The softmax over all experts, for each token."""
         return self.router(x).softmax(-1)
 
     def choose(self, scores: Tensor, first: bool = True) -> Tensor:
@@ -86,7 +83,6 @@ class Mixture(nn.Module):
         return ranked.topk(CHOSEN, dim=-1).indices
 
     def forward(self, x: Tensor) -> Tensor:
-        """Choose experts and compute them."""
         scores = self.scores(x)
         return self.compute(x, scores, self.choose(scores))
 
@@ -97,7 +93,6 @@ class Mixture(nn.Module):
         return self.routed(x, weights) + self.shared_gate(x).sigmoid() * self.shared_expert(x)
 
     def routed(self, x: Tensor, weights: Tensor) -> Tensor:
-        """What the routed experts add, each with its weight."""
         group, here = self.seat.group, EXPERTS // self.seat.ep
         everyones, theirs = gathered(x, 0, group), self.gather_weights(weights, 0, group)
         mine = theirs[:, self.seat.index * here :][:, :here]
@@ -116,7 +111,6 @@ class Model(nn.Module):
         self.moe.experts.keep(seat)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of all positions."""
         x = self.embed(tokens)
         return self.head(x + self.moe(self.norm(x).flatten(0, 1)).view_as(x))
 

@@ -45,7 +45,6 @@ def my_part(whole: Tensor) -> Tensor:
 
 
 def micro_batches(index: int, of: int, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The micro-batches of one data rank."""
     return zip(*(my_rows(part, index, of).tensor_split(count) for part in batch(seed)), strict=True)
 
 
@@ -126,7 +125,6 @@ def all_reduce_gradients(model: nn.Module, group: Any = None) -> None:
 
 
 def total(x: Tensor, group: Any = None) -> Tensor:
-    """The sum over the ranks of a group."""
     found = x.contiguous().clone()
     dist.all_reduce(found, group=group)
     return found

@@ -419,7 +419,10 @@ def put_back(analysis: Analysis) -> tuple[str, ...]:
     before, after = _coefficients(analysis, sums), _coefficients(analysis, analysis.sums)
     known = [c for c in before.values() if c is not None]
     even = bool(known) and len(known) == len(before) and equal(known)
-    if not even or (not scaled and _factors(analysis, known[0], after)) or _parted(analysis, sums):
+    groups = [(name, ranks) for name in analysis.names for ranks in analysis.replica_sets(name)]
+    held = [[[of[r].get(name) for r in ranks] for of in (sums, analysis.sums)] for name, ranks in groups]
+    parted = any(_equal(earlier) and not _equal(later) for earlier, later in held)  # copies, by the change
+    if not even or (not scaled and _factors(analysis, known[0], after)) or parted:
         return ()
     analysis.sums = sums
     for record in analysis.recording.ranks:
@@ -440,13 +443,6 @@ def _coefficients(analysis: Analysis, sums: list[dict[str, Tensor]]) -> dict[str
         same = values and None not in values and equal(v for v in values if v is not None)
         found[name] = values[0] if same else None
     return found
-
-
-def _parted(analysis: Analysis, before: list[dict[str, Tensor]]) -> bool:
-    """Whether copies of a gradient were equal before the change, and are no longer."""
-    groups = [(name, ranks) for name in analysis.names for ranks in analysis.replica_sets(name)]
-    held = [[[sums[r].get(name) for r in ranks] for sums in (before, analysis.sums)] for name, ranks in groups]
-    return any(_equal(early) and not _equal(late) for early, late in held)
 
 
 def _equal(copies: list[Tensor | None]) -> bool:

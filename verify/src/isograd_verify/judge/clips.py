@@ -25,12 +25,6 @@ def bound(recording: Recording) -> float:
     return 0.0
 
 
-def only_in_both(reference: Recording, candidate: Recording) -> None:
-    """A gradient before its clip is not compared with one behind it: where one run shows no clip, neither has one."""
-    if not (bound(reference) and bound(candidate)):
-        reference.about["bound"] = candidate.about["bound"] = 0.0
-
-
 def clipped(recording: Recording, step: int) -> bool:
     """Whether what the program did last to the gradients of a step is a clip by hand. Where each rank clips its shards
     by their own norm, that of all is larger than one device's by the root of a whole number."""

@@ -213,12 +213,6 @@ def _shades(stops: tuple[str, ...]) -> str:
     return "".join(rules)
 
 
-def _shade(error: float) -> str:
-    if not math.isfinite(error):
-        return "nan"
-    return f"d{min(max(round(math.log10(error)) + DECADES - 1, 0), DECADES - 1)}" if error > 0 else "d0"
-
-
 def _worst(errors: list[Any]) -> float:
     numbers = [_number(error) for error in errors if error is not None]
     return max((math.inf if math.isnan(number) else number for number in numbers), default=-1.0)
@@ -240,15 +234,20 @@ def _heat_map(subject: dict[str, Any]) -> str:
     drawn += [_heat_row(18 + 17 * n, name, errors, ranks, said.get(name, "")) for n, (name, errors) in enumerate(rows)]
     size = f'width="{CELL * ranks + 90 + 7.6 * max(len(name) for name, _ in rows):.0f}" height="{18 + 17 * len(rows)}"'
     svg = f'<svg class="cells" {size} role="img" aria-label="errors of parameters on ranks">{"".join(drawn)}</svg>'
-    inner = f"<figure><figcaption>{caption}</figcaption>{_heat_legend()}{_scroll(svg, 'heat map')}</figure>"
-    return f"<h3>Relative error of each parameter on each rank</h3>{inner}"
+    ramp = "".join(f'<rect class="d{n}" x="{11 * n}" y="0" width="11" height="12" />' for n in range(DECADES))
+    keys = f'<span>1e-16 <svg width="{11 * DECADES}" height="12" style="margin:0 .3rem">{ramp}</svg> 1 or more</span>'
+    keys += _key("none", "not held on this rank") + _key("nan", "NaN or infinite")
+    told = f'<figcaption>{caption}</figcaption><div class="keys">{keys}</div>'
+    return f"<h3>Relative error of each parameter on each rank</h3><figure>{told}{_scroll(svg, 'heat map')}</figure>"
 
 
 def _heat_row(y: int, name: str, errors: list[Any], ranks: int, verdict: str) -> str:
     """Cells first and the name last: on a narrow screen the colours are what must be in view."""
     drawn, shown = [], _text(name)
     for rank, error in enumerate([*errors, *[None] * (ranks - len(errors))]):
-        shade, words = ("none", "not held here") if error is None else (_shade(_number(error)), _text(error))
+        shade, words = ("none", "not held here") if error is None else ("nan", _text(error))
+        if math.isfinite(size := _number(error)):
+            shade = f"d{min(max(round(math.log10(size)) + DECADES - 1, 0), DECADES - 1)}" if size > 0 else "d0"
         place = f'x="{CELL * rank}" y="{y}" width="{CELL - 1}" height="16"'
         drawn.append(f'<rect class="{shade}" {place}><title>{shown}\nrank {rank}: {words}</title></rect>')
     worst = _worst(errors)
@@ -256,13 +255,6 @@ def _heat_row(y: int, name: str, errors: list[Any], ranks: int, verdict: str) ->
     shown, right = f"{shown} {MARKS.get(verdict, '')}", CELL * ranks
     text = f'<tspan x="{right + 8}">{number}</tspan><tspan x="{right + 74}">{shown}</tspan>'
     return f'{"".join(drawn)}<text class="{verdict}" y="{y + 12}">{text}</text>'
-
-
-def _heat_legend() -> str:
-    ramp = "".join(f'<rect class="d{n}" x="{11 * n}" y="0" width="11" height="12" />' for n in range(DECADES))
-    keys = f'<span>1e-16 <svg width="{11 * DECADES}" height="12" style="margin:0 .3rem">{ramp}</svg> 1 or more</span>'
-    boxes = (("none", "not held on this rank"), ("nan", "NaN or infinite"))
-    return f'<div class="keys">{keys}{"".join(_key(*box) for box in boxes)}</div>'
 
 
 def _key(name: str, words: str) -> str:

@@ -56,7 +56,7 @@ class Hooks:
         step_ends = guarded(self._step_ends)
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            step_ends(optimizer, args, kwargs)
+            step_ends()
             if not self.capture.tick(optimizer):
                 self._let_go()
 
@@ -307,11 +307,10 @@ class Hooks:
 
         return watched
 
-    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        c = self.capture
-        c.stepping -= 1
-        if c.stepping == 0 and not self.capture.inside_engine:
-            c.after_step()
+    def _step_ends(self) -> None:
+        self.capture.stepping -= 1
+        if self.capture.stepping == 0 and not self.capture.inside_engine:
+            self.capture.after_step()
 
     def _isograd_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
         """Its gradients are sums until the step divides; `grads()` gives them whole and divided, on every rank."""
