@@ -12,7 +12,7 @@ from torch import Tensor
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.adjoints import unjudged
-from isograd_verify.judge.terms import terms, too_often
+from isograd_verify.judge.terms import amounts, too_often
 from isograd_verify.record.events import Backward, Collective, Draw, Event
 from isograd_verify.record.recording import Recording
 from isograd_verify.tell.findings import BUG, Finding, listed
@@ -25,10 +25,7 @@ LOOK = "its forward first, then its backward: every sum, and every length, over 
 
 def other_amounts(analysis: Analysis, reference: Analysis, wrong: tuple[str, ...]) -> list[Finding]:
     """Terms, by their place or order, that count otherwise than in the reference, while another one does not."""
-    ours, theirs = (
-        {site: sum(share * term.share for share, term in calls) for site, calls in terms(one).items()}
-        for one in (analysis, reference)
-    )
+    ours, theirs = amounts(analysis), amounts(reference)
     moved = [site for site in ours if site not in theirs], [site for site in theirs if site not in ours]
     of = {site: site for site in ours if site in theirs}
     of |= dict(zip(*moved, strict=True)) if len(moved[0]) == len(moved[1]) else {}

@@ -86,6 +86,11 @@ def terms(analysis: Analysis) -> dict[str, list[tuple[float, LossTerm]]]:
     return dict(found)
 
 
+def amounts(analysis: Analysis) -> dict[str, float]:
+    """What each term adds to the loss that is optimised."""
+    return {site: sum(share * term.share for share, term in calls) for site, calls in terms(analysis).items()}
+
+
 def too_often(analysis: Analysis, factor: float) -> tuple[str, str, str]:
     """(id, axis, words) of a term that counts so many times where another one counts once; '': none."""
     of = ((size, meanings(analysis.recording, 1, float(size))) for size in range(2, analysis.world + 1))
