@@ -131,7 +131,6 @@ def _by_stage(candidate: Recording, chains: dict[int, _Chain]) -> Recording:
 
 
 def _event(event: Any, names: dict[str, str]) -> Any:
-    """An event that speaks of parameters, with other names."""
     held = {key: value for key in ("parameters", "hashes", "covers", "names") if (value := vars(event).get(key))}
     renamed = {
         key: {names.get(n, n): v for n, v in of.items()} if isinstance(of, dict) else tuple(names.get(n, n) for n in of)

@@ -265,7 +265,6 @@ class _Step:
         return Finding(INCONCLUSIVE, "", sentence, tensors=names)
 
     def _losses(self, subject: Subject) -> list[Finding]:
-        """The loss that a program says it optimised."""
         both = (self.candidate, self.reference)
         told = [[(e.loss, e.weight) for e in run.ranks[0].of(Result, self.step)] for run in both]
         if not all(told):

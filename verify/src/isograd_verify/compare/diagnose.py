@@ -106,7 +106,6 @@ def _meant(analysis: Analysis, factor: float) -> dict[str, str]:
 
 
 def _own_factors(step: int, factors: dict[str, float]) -> Finding:
-    """Each tensor is the truth times a factor of its own."""
     names = tuple(sorted(factors))
     sentence = (
         f"step {step}: {listed(names)}: {min(factors.values()):g} to {max(factors.values()):g} times what they should "
@@ -164,7 +163,6 @@ def _finding(
 
 
 def _said(analysis: Analysis, reading: Reading) -> tuple[str, str]:
-    """(axis, what is said of it)."""
     symptom, kind = reading.symptom, reading.symptom.kind
     if kind == patterns.SCALED and symptom.value == 0:
         return "", "zero or missing where the reference has a gradient"

@@ -158,7 +158,6 @@ def _joined(values: list[Tensor]) -> Tensor:
 
 
 def _forward_bug(made: Tensor, whole: Tensor, label: str, tensors: dict[str, Tensor], world: int) -> str:
-    """Whether the difference is the module's own bias, added once too often per rank."""
     if made.numel() != whole.numel() or not made.dim():
         return ""
     extra = (made.double().flatten() - whole.double().flatten()).reshape(-1, made.shape[-1])

@@ -159,7 +159,6 @@ def _means_alone(one: Again) -> bool:
 
 
 def _uneven(again: list[TermTracker]) -> bool:
-    """Whether some term's numbers of elements differ between backwards."""
     counts = [{term: [call.count for call in calls] for term, calls in terms.items()} for terms in again]
     return any(one != counts[0] for one in counts)
 

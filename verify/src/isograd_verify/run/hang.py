@@ -129,7 +129,6 @@ def crash(recording: Recording) -> Finding | None:
 
 
 def _who(here: dict[int, Collective], verb: str, preposition: str) -> str:
-    """'rank 0 waits in all_reduce of 6 x float64 at train.py:17 in train, rank 1 waits in ...'."""
     by_kind: dict[str, list[int]] = defaultdict(list)
     for rank, event in here.items():
         by_kind[str(event)].append(rank)

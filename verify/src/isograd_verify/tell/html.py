@@ -128,7 +128,6 @@ def _subject(number: int, subject: dict[str, Any]) -> str:
 
 
 def _schedule(schedule: dict[str, str]) -> str:
-    """A pipeline's picture, with its own colours: as an image, so that the page's styles leave it alone."""
     if not schedule:
         return ""
     source = base64.b64encode(schedule["svg"].encode()).decode()
@@ -304,7 +303,6 @@ def _timeline(ranks: list[list[dict[str, Any]]]) -> str:
 
 
 def _ticks(whole: float, unit: float, bottom: int) -> str:
-    """Four to ten round times."""
     step = 10.0 ** math.floor(math.log10(whole / 4)) if whole > 0 else 1.0
     step *= next((factor for factor in (5, 2) if whole / (step * factor) >= 4), 1)
     return "".join(
@@ -321,7 +319,6 @@ def _event(y: int, start: float, length: float, unit: float, event: dict[str, An
 
 
 def _collective_lines(event: dict[str, Any], start: float, length: float) -> str:
-    """All that is known of a collective, a line per thing."""
     bytes_ = event.get("bytes")
     size = f"{bytes_:,} bytes" if isinstance(bytes_, int) else ""
     lines = [f"{event.get('op', 'collective')} over ranks {event.get('group', '?')}"]

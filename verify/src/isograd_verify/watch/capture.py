@@ -10,7 +10,6 @@ received; `parameter/NAME` before and `after/NAME` behind the step; and when `ac
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -193,7 +192,7 @@ class Capture(Recorder):
                 shape=tuple(part.shape),
                 whole=whole,
                 box=box,
-                declared=foreign.declares(parameter),
+                declared=isinstance(parameter, foreign.DTensor | foreign.FlatPiece),
                 dtype=dtype_name(part),
                 trainable=parameter.requires_grad and name not in self.waiting,
                 owned=name in self.owned or foreign.owner(parameter) in self.belongs,
@@ -211,21 +210,16 @@ class Capture(Recorder):
         self.unreached.clear()
         left = {"limit": self.limit, **self.left_out} if self.left_out else {}
         now = time.time() - self.began
-        was = Step(
-            *self.now, parameters=about, backwards=self.backwards, note=note, at=now, left_out=left,
-            by_hand=bool(not note and not self.optimizers and self.rewrites.by_hand), nameless=len(self.nameless),
-        )  # fmt: skip
-        self.event(replace(was, issued=foreign.issued()))
+        by_hand = bool(not note and not self.optimizers and self.rewrites.by_hand)
+        self.event(Step(
+            *self.now, parameters=about, backwards=self.backwards, note=note, at=now, left_out=left, by_hand=by_hand,
+            nameless=len(self.nameless), issued=foreign.issued(),
+        ))  # fmt: skip
         self.out.tensors(self.step, self.tensors)
         self.tensors, self.written = {}, 0
-        self.left_out.clear()
-        self.storages.clear()
-        self.owned.clear()
-        self.nameless.clear()
-        self.rates.clear()
-        self.waiting.clear()
-        self.watch.flows.clear()
-        self.watch.states.clear()
+        of_step = (self.left_out, self.storages, self.owned, self.nameless, self.rates, self.waiting)
+        for held in (*of_step, self.watch.flows.marks, self.watch.states):
+            held.clear()
         self.step, self.micro, self.snapped, self.cleared = self.step + 1, -1, False, 0
         if not self.steps.watches(self.step):
             self.pause()

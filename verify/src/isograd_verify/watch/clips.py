@@ -59,7 +59,6 @@ class Clips:
         wrap(torch.amp.GradScaler, "step", self._steps)
 
     def _clips(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        """A clip to a norm, which it returns or is given, or of each element."""
         if isinstance(parameters, Iterable) and not isinstance(parameters, Tensor | nn.Module):
             parameters = list(parameters)  # an iterator can be read once
         self.capture.guarded(self.capture.snapshot)()

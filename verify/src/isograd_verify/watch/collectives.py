@@ -118,7 +118,6 @@ class WatchMode(TorchDispatchMode):
         return result
 
     def _number(self, args: Any, result: Tensor) -> None:
-        """An operator made one number."""
         many = any(type(t) is Tensor and t.requires_grad and t.dim() for t in args)
         if many and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.listener.reduced = foreign.call_site(self.listener.base)

@@ -31,10 +31,6 @@ class Flows:
         # A weak reference keeps the address of a storage from being given to another one.
         self.marks: dict[int, tuple[StorageWeakRef, Marks]] = {}
 
-    def clear(self) -> None:
-        """Forgets all marks, when a step is over."""
-        self.marks.clear()
-
     def begin(self, number: int, op: str, named: dict[str, Any], result: Any, ranks: tuple[int, ...]) -> None:
         """A collective without a backward was called; `named`: its arguments."""
         given = {memory(t) for k, v in named.items() if k not in OUTPUTS for t in strided(v)}

@@ -257,11 +257,6 @@ def offset(parameter: Held, part: Tensor, whole: tuple[int, ...] | None, whole_b
     return (box[0][0] - (whole_box[0][0] if whole_box else 0)) * math.prod(whole[1:])
 
 
-def declares(parameter: Held) -> bool:
-    """Whether torch itself says which part of the whole this rank holds."""
-    return isinstance(parameter, DTensor | FlatPiece)
-
-
 def imagined(values: Any) -> bool:
     """Whether tensors without contents are among some arguments: shapes are computed, and nothing else."""
     if isinstance(values, Tensor):

@@ -248,7 +248,6 @@ class Hooks:
                 self.capture.guarded(self.capture.look_at_buffers, "buffers")("backward")
 
     def _reached(self, roots: list[Tensor]) -> None:
-        """Collectives without a backward that have a say in what backward begins with."""
         calls = self.watch.flows.of(strided(roots))
         if calls:
             self.capture.event(Reached(*self.capture.now, calls=tuple(calls.items())))
@@ -286,7 +285,6 @@ class Hooks:
             c.before_step(foreign.stepped(optimizer), _rates(optimizer))
 
     def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose first call is watched as forward and backward before the step, and no later one."""
         c = self.capture
         called = False
 
@@ -382,7 +380,6 @@ class Hooks:
 
 
 def _rates(optimizer: Optimizer) -> list[float | None]:
-    """The learning rate of each parameter that `foreign.stepped` lists."""
     known = [float(g["lr"]) if isinstance(g.get("lr"), float | int | Tensor) else None for g in optimizer.param_groups]
     return [rate for rate, group in zip(known, optimizer.param_groups, strict=True) for _ in group["params"]]
 

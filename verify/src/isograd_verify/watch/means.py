@@ -82,7 +82,6 @@ class Means:
             self.fresh.append((result, number))
 
     def _sum(self, given: Tensor, result: Tensor) -> Number:
-        """Many numbers are added up."""
         count, masked = added(given)
         nonzero = 0.0 if masked else float(given.count_nonzero())
         number = Number(

@@ -180,7 +180,6 @@ def _listed(value: Any) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _written(func: Any) -> tuple[int, ...]:
-    """The places of the arguments into which an operator writes."""
     arguments = enumerate(func._schema.arguments)
     return tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 

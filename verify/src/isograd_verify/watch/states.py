@@ -119,6 +119,6 @@ class States:
 
     def clear(self) -> None:
         """A step is over."""
-        self.flows.clear()
+        self.flows.marks.clear()
         self.seen.clear()
         self.used.clear()

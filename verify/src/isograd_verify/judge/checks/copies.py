@@ -119,7 +119,6 @@ def carried(analysis: Analysis) -> Iterator[Finding]:
 
 
 def _data_ranks(analysis: Analysis, ranks: tuple[int, ...]) -> bool:
-    """Whether the layout, where one is given, says that these ranks differ along data axes alone."""
     text = str(analysis.recording.about.get("layout", ""))
     return not text or set(ranks) <= Axes.parse(text, analysis.recording.world).ranks(DATA, ranks[0])
 

@@ -111,7 +111,6 @@ def _whom(analysis: Analysis, names: Collection[str]) -> str:
 
 
 def _uneven(analysis: Analysis, read: _Read) -> list[str]:
-    """Tensors that count differently on different ranks."""
     loose = tolerances.LOOSE
     return [n for n, found in read.scales.items() if spread(found.values()) > loose * analysis.tolerance(n)]
 
