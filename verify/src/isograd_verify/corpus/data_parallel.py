@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,9 +105,7 @@ def same_data(bug: bool, seed: int) -> None:
     What one rank alone is given is what each of these ranks is given, so none is compared."""
     rank, world = dist.get_rank(), dist.get_world_size()
     data = TensorDataset(*(torch.cat(parts) for parts in zip(plain.batch(seed), plain.batch(seed + 1), strict=True)))
-    sampler: DistributedSampler[tuple[torch.Tensor, ...]] | None = None
-    if not bug:
-        sampler = DistributedSampler(data, world, rank, shuffle=False)
+    sampler: Any = None if bug else DistributedSampler(data, world, rank, shuffle=False)
     model = DistributedDataParallel(plain.seeded(plain.Mlp, seed))
     loader = DataLoader(data, batch_size=8 // world, sampler=sampler)
     for _, (tokens, labels) in zip(plain.steps(model), loader, strict=False):
@@ -213,28 +213,21 @@ class Twice(plain.Mlp):
         return x
 
 
-class Reducer:
-    """Sums each gradient over the ranks while backward still runs: after its `uses`-th part has arrived."""
-
-    def __init__(self, model: nn.Module, uses: dict[str, int]) -> None:
-        self.arrived = dict.fromkeys(uses, 0)
-        self.uses = uses
-        for name, parameter in model.named_parameters():
-            parameter.register_post_accumulate_grad_hook(partial(self.arrive, name))
-
-    def arrive(self, name: str, parameter: Tensor) -> None:
-        self.arrived[name] += 1
-        if self.arrived[name] == self.uses[name]:
-            dist.all_reduce(parameter.grad)
-
-
 @plain.program("dp2", "dp", r"^(norm|up|down)\.")
 def shared_module(bug: bool, seed: int) -> None:
     """A hook reduces a gradient as soon as it arrives, but a module that is used twice gets it in two parts: each use
     is checkpointed, so its backward is a graph of its own."""
     model = plain.seeded(Twice, seed)
-    names = [name for name, _ in model.named_parameters()]
-    reducer = Reducer(model, {n: 2 if n.startswith(("norm", "up", "down")) and not bug else 1 for n in names})
+    arrived: Counter[str] = Counter()
+
+    def arrives(name: str, parameter: Tensor) -> None:
+        arrived[name] += 1
+        uses = 2 if name.startswith(("norm", "up", "down")) and not bug else 1
+        if arrived[name] == uses:
+            dist.all_reduce(parameter.grad)
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(partial(arrives, name))
     for tokens, labels, count in plain.my_batches(model, seed):
-        reducer.arrived = dict.fromkeys(names, 0)
+        arrived.clear()
         (plain.cross_entropy(model(tokens), labels) / count).backward()

@@ -11,7 +11,7 @@ import signal
 import statistics
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -146,11 +146,9 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals
         asked.append(signal.Signals(number))
         process.send_signal(number)
 
-    try:
+    with suppress(ValueError):  # not in the main thread
         for number in (signal.SIGTERM, signal.SIGHUP):
             kept[number] = signal.signal(number, received)
-    except ValueError:  # not in the main thread
-        pass
     try:
         yield asked
     finally:

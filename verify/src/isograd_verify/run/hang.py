@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 from isograd_verify.errors import VerifyError
@@ -160,11 +161,9 @@ def processes(directory: Path) -> set[int]:
     mark = f"ISOGRAD_VERIFY={directory.resolve()}\0".encode()
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # gone, or not ours
             if mark in (entry / "environ").read_bytes() and int(entry.name) != os.getpid():
                 found.add(int(entry.name))
-        except OSError:  # gone, or not ours
-            continue
     return found
 
 
@@ -179,8 +178,6 @@ def stop(process: subprocess.Popen[bytes], directory: Path) -> None:
     until = time.monotonic() + 10
     while (left := processes(directory)) and time.monotonic() < until:
         for pid in left:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.1)

@@ -116,22 +116,15 @@ def _live(rank: int, nproc: int, home: str, pipe: Connection) -> None:
     parent.start()
     while True:
         try:
-            fn, args, timeout = pipe.recv()
-        except (EOFError, OSError):
-            os._exit(0)  # gloo's threads abort an interpreter that unwinds under them
-        except Exception:  # what was sent cannot be read here: a function of a module that is not found
+            try:
+                fn, args, timeout = pipe.recv()
+            except (EOFError, OSError):
+                os._exit(0)  # gloo's threads abort an interpreter that unwinds under them
+            faulthandler.dump_traceback_later(timeout)
+            pipe.send((True, fn(*args), time.monotonic()))
+        except BaseException:  # also where what was sent, or is to be sent, cannot be read
             pipe.send((False, traceback.format_exc(), time.monotonic()))
-            continue
-        faulthandler.dump_traceback_later(timeout)
-        try:
-            answer = (True, fn(*args), time.monotonic())
-        except BaseException:
-            answer = (False, traceback.format_exc(), time.monotonic())
         faulthandler.cancel_dump_traceback_later()
-        try:
-            pipe.send(answer)
-        except Exception:
-            pipe.send((False, traceback.format_exc(), time.monotonic()))
 
 
 def _end_with_parent(server: int) -> None:

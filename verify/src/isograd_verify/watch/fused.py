@@ -161,12 +161,8 @@ class LossArgs:
         return found if weight is None else found @ weight
 
 
-class Fused:
+class Fused(Functions):
     """Watches calls of autograd Functions."""
-
-    def __init__(self, capture: Recorder) -> None:
-        self.capture = capture
-        self.functions = Functions(capture)
 
     def wrapper(self) -> tuple[Any, Any]:
         """(what Function.apply is, what takes its place)."""
@@ -192,7 +188,7 @@ class Fused:
         finally:
             c.in_function -= 1
         c.guarded(self._made, "labels")(args, result, found)
-        c.guarded(self.functions.called, "functions")(call.args[0], args, result, before)
+        c.guarded(self.called, "functions")(call.args[0], args, result, before)
         return result
 
     def _made(self, args: Any, result: Any, found: list[LossArgs]) -> None:
