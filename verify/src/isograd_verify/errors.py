@@ -18,10 +18,8 @@ def plain(text: str) -> str:
 
 
 class IsogradError(Exception):
-    """Every error that isograd or its verifier raises by itself.
-
-    Without `what` the code's texts in the catalogue are filled with `fields`; texts that are given here win.
-    """
+    """Every error that isograd or its verifier raises by itself. Without `what` the code's texts in the catalogue are
+    filled with `fields`; texts that are given here win."""
 
     # By code: its texts `what`, `seen`, `expected` and `fix`, with fields in braces.
     catalogue: ClassVar[Callable[[], Mapping[str, Mapping[str, str]]]] = dict

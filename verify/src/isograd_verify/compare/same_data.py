@@ -65,8 +65,7 @@ def contents(recording: Recording, reached: bool = False) -> dict[str, Content]:
 
 
 def same_data(reference: Recording, candidate: Recording) -> list[Finding]:
-    """Refuses to compare runs that saw different data; tells what is the same but for padding, or may well differ.
-    Calls without a backward count if the runs agree with them: rows without a label are data."""
+    """Refuses to compare runs that saw different data. Calls without a backward count if the runs agree with them."""
     first: VerifyError | None = None
     for only in ((False, False), (False, True), (True, True), (True, False)):
         theirs, ours = (contents(run, reached) for run, reached in zip((reference, candidate), only, strict=True))

@@ -266,8 +266,7 @@ def _means_of_their_own(alone: list[Call], again: list[list[Call]], factor: floa
 
 
 def _as_that(pair: Pair, other: Pair, sure: bool) -> bool:
-    """Whether a term is a mean as another is: an operator takes it, or one number divides both in every call. `sure`:
-    an operator takes some mean of that weight."""
+    """Whether a term is a mean as another is. `sure`: an operator takes some mean of that weight."""
     ours, theirs = ([call for calls in of for call in calls] for of in (pair, other))
     same = [(a.micro, a.count) for a in ours] == [(b.micro, b.count) for b in theirs]
     uneven = same and not equal([call.count for call in ours])

@@ -28,8 +28,7 @@ Value = Tensor | Projected
 
 @dataclass(frozen=True)
 class Place:
-    """Indices along the dimensions in which a whole is cut, or [start, stop] of its elements in a row; else all of
-    it."""
+    """Indices along the dimensions that are cut, or [start, stop] of elements in a row; else all of a whole."""
 
     cuts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     row: tuple[int, int] | None = None

@@ -1,7 +1,6 @@
 """Bugs around DistributedDataParallel: accumulation, a clip that follows the loss, and a guard against overflow.
 
-Every micro-batch is cut over the ranks: what it consists of, and the mean that the probe takes over it, does not depend
-on how many ranks there are.
+Every micro-batch is cut over the ranks: the mean that the probe takes over it does not depend on their number.
 """
 
 from __future__ import annotations

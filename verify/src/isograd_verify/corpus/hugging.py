@@ -1,8 +1,7 @@
 """Programs with a small Qwen3-MoE of transformers, whose classes are as they are, and a few lines around its experts
 that spread them over ranks.
 
-The library's experts take, with the tokens, the numbers and the weights of each token's experts, and pass over a number
-that is one too high: that is how its own expert parallelism leaves out the experts of other ranks, and so it is here.
+The library's experts pass over a number that is one too high: so are the experts of other ranks left out here.
 transformers is imported when a program runs: `isograd-verify bugs --list` needs none.
 """
 

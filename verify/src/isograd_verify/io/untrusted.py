@@ -129,8 +129,7 @@ def parse_json(raw: bytes | str, path: str | Path, *, nan: bool = False) -> Any:
 
 
 def parse_line(text: str | bytes) -> Any:
-    """The value of one line of JSON. ValueError where it is none, and where a key is there twice. It speaks of
-    characters: to a reader of the file, a line is one of the file."""
+    """The value of one line of JSON; ValueError where it is none, or a key is there twice."""
     try:
         return json.loads(text, object_pairs_hook=_each_once)
     except json.JSONDecodeError as error:

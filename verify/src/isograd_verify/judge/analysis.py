@@ -86,8 +86,7 @@ class Analysis:
         return found
 
     def made_equal(self, name: str, ranks: tuple[int, ...]) -> bool:
-        """Whether copies are equal when the program has had its chance to make them so: before the next step. Behind
-        the last watched one they are taken to be if the program made them so behind the step before."""
+        """Whether copies are equal before the next step; of the last one, if they were made so a step before."""
         later, earlier = self._parameters_at(self.step + 1), self._parameters_at(self.step - 1)
         if all(name in later[rank] for rank in ranks):
             return len({later[rank][name].before for rank in ranks}) == 1
@@ -406,11 +405,9 @@ class Analysis:
 
 
 def put_back(analysis: Analysis) -> tuple[str, ...]:
-    """Puts gradients as they were before the program changed them itself (adaptive clipping, a mask) in the place
-    of those that reached the optimizer, which are no sum of what backwards added; the names of those. It does so where
-    every gradient was the same multiple of that sum before, and is no longer. A change that is a factor with a meaning
-    (the size of a group, the number of micro-batches) is no clip, and stays. A clip by hand is taken back as
-    clip_grad_norm_ is, without a word."""
+    """Puts gradients as they were before the program changed them itself in the place of what reached the optimizer,
+    where every one was the same multiple of a sum before, and is no longer; the names of those. A change that is a
+    factor with a meaning is no clip, and stays. A clip by hand is taken back without a word."""
     early = [record.group(analysis.step, "early") for record in analysis.recording.ranks]
     scaled = any(e.factor for _, e in analysis.of(events.Rewritten))
     if not any(early) or (scaled and not clipped(analysis.recording, analysis.step)):

@@ -157,9 +157,8 @@ def classes_of(names: Iterable[str]) -> str:
 def bug_of(
     symptom: Symptom, names: Collection[str], everything: bool, sizes: Collection[int], of: Collection[str]
 ) -> str:
-    """The id in the corpus that a pattern over these tensors speaks of; '' when it fits none, or more than one.
-    `everything`: all tensors that could show it do. `sizes`: the sizes of the groups that were seen. `of`: what the
-    factor may have come from (wording.meanings)."""
+    """The id that a pattern over these tensors speaks of; '' when it fits none, or several. `everything`: all that
+    could show it do. `sizes`: of groups that were seen. `of`: what the factor may come from (wording.meanings)."""
     kinds = classes_of(names)
     if symptom.kind == UNREDUCED:
         if everything and kinds not in ("norms", "q/k norms", "adapters"):

@@ -327,8 +327,7 @@ def _carried(alone: WorldOfOne, again: list[Again], errors: dict[str, float]) ->
 
 
 def _queue(candidate: Recording) -> tuple[list[Fed], NoReference]:
-    """(every backward of the watched steps up to one that cannot be done again; why that cannot). Beside the recording
-    stand the weights with which each later step began."""
+    """(every backward of the watched steps up to one that cannot be done again; why). Writes weights of later steps."""
     queue: list[Fed] = []
     for step in [step for number, step in enumerate(candidate.steps, 1) if step == number]:
         try:

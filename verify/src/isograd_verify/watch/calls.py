@@ -41,8 +41,7 @@ def outermost(capture: Capture, module: nn.Module) -> str:
 
 
 def states(module: nn.Module) -> dict[str, Tensor]:
-    """By name, each once: buffers and other tensors of the modules in variables around the call (a loss with a running
-    mean) and of the one that is called, which may move from step to step."""
+    """Buffers and other tensors of modules in variables around the call and of the one that is called, each once."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for place, values in (*variables(), ("model", {"": module})):

@@ -115,8 +115,7 @@ class Capture(Recorder):
         self.guarded(self.rewrites.write_early, "changes")()
 
     def before_step(self, owned: list[Tensor], rates: list[float | None]) -> None:
-        """An optimizer is about to step these parameters, each with a learning rate. Several that step without a
-        backward in between belong to one step."""
+        """An optimizer is about to step. Several that step without a backward in between belong to one step."""
         self.held.clear()
         self.learn_names()
         self.owned |= {name for p in owned for name in self._names_of(p)}

@@ -54,8 +54,7 @@ class Rewrites:
         self.buffers: set[int] = set()  # the memory of what was reduced
 
     def communicated(self, covers: Collection[str], reduced: list[Tensor], numel: int) -> None:
-        """A collective ran outside of backward: these gradients are reduced where they lie, or these tensors. One of a
-        single number, a norm or a count, says nothing of gradients."""
+        """A collective ran outside of backward: these gradients are reduced where they lie, or these tensors."""
         if self._between() and (covers or numel > 1):
             before = self.reduced or set()
             self.kept = {name: one for name, one in self.kept.items() if name in before - set(covers)}

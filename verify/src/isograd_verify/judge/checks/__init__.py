@@ -56,8 +56,7 @@ def placed(found: Finding, recording: Recording) -> Finding:
 
 
 def _judged(run: Check, analysis: Analysis) -> list[Finding]:
-    """What a check finds. An error inside it is the verifier's own: it is said, and decides the verdict only where
-    gradients themselves could not be judged for it."""
+    """What a check finds. An error inside it is the verifier's own: it is said."""
     try:
         return list(run(analysis))
     except VerifyError:  # the recording itself is damaged

@@ -103,9 +103,7 @@ def _scale(term: LossTerm, coefficient: float, experts: float) -> float:
 
 
 def computed_again(analysis: Analysis) -> Iterator[Finding]:
-    """What every micro-batch of one loss adds as a whole counts once, and not once for each of them.
-
-    So contrastive losses accumulate: each micro-batch computes the whole loss, with a graph for its own rows."""
+    """What every micro-batch of one loss adds as a whole counts once, and not once for each of them."""
     if not _one_loss(analysis):
         return
     whole: dict[str, float] = {}

@@ -57,8 +57,7 @@ def averages(analysis: Analysis) -> Iterator[Finding]:
 
 
 def copies(analysis: Analysis) -> Iterator[Finding]:
-    """Ranks that exchange nothing but gradients begin with one model: no tensor differs beside others that are summed.
-    Ranks of shards exchange activations, members of an ensemble sum nothing."""
+    """Ranks that exchange nothing but gradients begin with one model: no tensor differs beside summed ones."""
     if analysis.step != analysis.recording.steps[0]:
         return
     apart: dict[tuple[tuple[int, ...], bool], list[str]] = {}
