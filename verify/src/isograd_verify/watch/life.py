@@ -293,7 +293,7 @@ def spelled(error: Exception, beyond: tuple[str, ...] = ()) -> str:
 
 
 def claim(directory: Path, rank: int) -> bool:
-    """Whether this process may write a rank's part. An earlier start's part is set aside; a second one leaves a note."""
+    """Whether this process may write a rank's part. An earlier start is set aside; a second one leaves a note."""
     home = directory / f"rank-{rank:04d}"
     try:
         owner = int(json.loads((home / "rank.json").read_text())["pid"])
