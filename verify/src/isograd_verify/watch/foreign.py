@@ -270,8 +270,8 @@ def stepped(optimizer: Any) -> list[Tensor]:
 
 
 def frames() -> Iterator[FrameType]:
-    """The calls under way, the innermost first."""
-    return (frame for frame, _ in walk_stack(sys._getframe(1)))
+    """The calls that led to the function that asks, the innermost first."""
+    return (frame for frame, _ in walk_stack(sys._getframe(2)))
 
 
 def infers_shapes() -> bool:
