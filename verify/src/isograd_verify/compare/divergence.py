@@ -122,15 +122,17 @@ def first_divergence(reference: Recording, candidate: Recording) -> list[Finding
             bug = _forward_bug(made, whole[f"out/{label}"], label, tensors, candidate.world)
             said = f"{module} is the first whose output differs although its input is right (rank {record.rank})"
             if shuffled and _columns_moved(made, whole[f"out/{label}"], record):
-                bug, said = "loss-labels-shifted", (
+                bug = "loss-labels-shifted"
+                said = (
                     f"the columns of {module}, which are the loss's classes, stand in another order than one device "
                     f"has them, and labels count them (rank {record.rank})"
-                )  # fmt: skip
+                )
             elif shuffled:
-                bug, said = "ulysses-permute", (
+                bug = "ulysses-permute"
+                said = (
                     f"{module} is given the right input and returns the right numbers in other places (a permutation "
                     f"of batch, position and head) on rank {record.rank}"
-                )  # fmt: skip
+                )
             return [Finding(BUG, bug, f"forward: {said}", axis=axis)]
     return _backward(whole, truth, candidate, step)
 

@@ -171,10 +171,9 @@ class Hooks:
         given = next((t for t in foreign.tensors_in(args)), None)
         if drew and first is not None and given is not None:
             into, out = foreign.local(given), foreign.local(first)
-            c.event(
-                Draw(*c.now, module=name, into=digest(into), out=digest(out), forward=c.micro + 1,
-                     shape=tuple(first.shape), graph=torch.is_grad_enabled(), mask=_mask(into, out))
-            )  # fmt: skip
+            about: dict[str, Any] = {"module": name, "forward": c.micro + 1, "graph": torch.is_grad_enabled()}
+            about |= {"into": digest(into), "out": digest(out), "mask": _mask(into, out)}
+            c.event(Draw(*c.now, shape=tuple(first.shape), **about))
         if first is None:
             return
         micro = c.micro + 1  # the backward that will follow
