@@ -70,9 +70,7 @@ def registered() -> EngineProof | None:
 def command(words: list[str], prog: str, proof: EngineProof | None) -> int:
     """One command, as words behind `prog`. `proof`: of the engine that calls this, else one that is registered."""
     verb = words[0] if words and words[0] in VERBS else ""
-    rest = words[1:] if verb else words
-    if not verb:
-        proof = proof or registered()
+    rest, proof = (words[1:], None) if verb else (words, proof or registered())
     parser = parser_for(verb, prog, proof)
     if verb == "run":
         return _run(parser.parse_args(rest))
@@ -85,12 +83,12 @@ def command(words: list[str], prog: str, proof: EngineProof | None) -> int:
     options, extra = parser.parse_known_args(rest)
     if extra:
         parser.refuse(extra)
-    if not verb and proof is None:
-        parser.print_help()
-        return 2
-    if proof is not None and not verb:
+    if verb:
+        return VERBS[verb][1](options)
+    if proof is not None:
         return _tell(proof.prove(options), options)
-    return VERBS[verb][1](options)
+    parser.print_help()
+    return 2
 
 
 def parser_for(verb: str, prog: str, proof: EngineProof | None) -> Parser:

@@ -11,18 +11,15 @@ from typing import Any, ClassVar
 
 
 def plain(text: str) -> str:
-    """`text` without what a terminal would obey: control characters, and those that turn the direction of writing, as
-    escapes. Names in files may hold them."""
+    """`text` with control characters, and those that turn the direction of writing, as escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 class IsogradError(Exception):
-    """Every error that isograd or its verifier raises by itself.
-
-    Without `what` the code's texts in the catalogue are filled with `fields`; texts that are given here win.
-    """
+    """Every error that isograd or its verifier raises by itself. Without `what` the code's texts in the catalogue are
+    filled with `fields`; texts that are given here win."""
 
     # By code: its texts `what`, `seen`, `expected` and `fix`, with fields in braces.
     catalogue: ClassVar[Callable[[], Mapping[str, Mapping[str, str]]]] = dict

@@ -1,12 +1,5 @@
-"""Watching from inside the program, where `isograd-verify run` cannot start it: three lines, or a callback.
-
-    with isograd_verify.watching("recording"):
-        train()                                         # a loop, trainer.fit(...), trainer.train()
-    trainer = Trainer(..., callbacks=[isograd_verify.trainer_callback("recording")])          # of transformers
-    trainer = Trainer(..., callbacks=[isograd_verify.lightning_callback("recording")])        # of Lightning
-
-The first steps are watched. At the end rank 0 prints what `verify run` would have told, when all ranks have written.
-The folder is one that all ranks reach, and new; `whole=True` keeps whole gradients in it, for `isograd-verify compare`.
+"""Watching from inside the program, where `isograd-verify run` cannot start it: three lines, or a callback
+(docs/verify.md, from inside the program). Rank 0 prints the report when all ranks have written.
 """
 
 from __future__ import annotations
@@ -63,15 +56,14 @@ class watching:
         if self.rank:
             return
         until = time.monotonic() + PATIENCE
-        while time.monotonic() < until and self._finished() < self.world:
+        while sum(bool(about.get("finished")) for about in ranks_so_far(self.directory).values()) < self.world:
+            if time.monotonic() > until:
+                break
             time.sleep(0.1)
         self.directory.mkdir(parents=True, exist_ok=True)
         describe(self.directory, layout=self.layout)
         self.report = Report("isograd_verify.watching()", [inspect(self.directory)])
         print(self.report, flush=True)
-
-    def _finished(self) -> int:
-        return sum(bool(about.get("finished")) for about in ranks_so_far(self.directory).values())
 
     def __enter__(self) -> Self:
         self.start()
@@ -88,9 +80,8 @@ def trainer_callback(directory: str | Path, steps: int | str = 3, layout: str = 
     """For `Trainer(callbacks=[...])` of transformers: watches the first steps of its training, and tells at the end."""
     from transformers import TrainerCallback
 
-    found: TrainerCallback
-    found = _callback(TrainerCallback, "on_train_begin", "on_train_end", watching(directory, steps, layout))
-    return found
+    watched = watching(directory, steps, layout)
+    return _callback(TrainerCallback, "on_train_begin", "on_train_end", watched)  # type: ignore[no-any-return]
 
 
 def lightning_callback(directory: str | Path, steps: int | str = 3, layout: str = "") -> Callback:

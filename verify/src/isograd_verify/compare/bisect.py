@@ -1,7 +1,4 @@
-"""isograd-verify bisect: which of several recordings, of a program's revisions in their order, is the first wrong one?
-
-Recordings are compared with one reference, by halves. Those of which nothing can be told are passed by, and named.
-"""
+"""isograd-verify bisect: which of several recordings, of revisions in their order, is the first wrong one?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """One device's step of a pipeline, put together from its stages, each computed once more by itself (watch/stages.py).
 
 A stage gets what another one has made, by contents, and what comes back to that one is what the stage sends back: then
-the stages of all ranks are one model, and the sum of their gradients over all calls is that of one device, but for the
-weight of a label, which the calls of the last stage tell.
+the sum of the stages' gradients over all calls is that of one device, but for the weight of a label.
 """
 
 from __future__ import annotations
@@ -132,7 +131,6 @@ def _by_stage(candidate: Recording, chains: dict[int, _Chain]) -> Recording:
 
 
 def _event(event: Any, names: dict[str, str]) -> Any:
-    """An event that speaks of parameters, with other names."""
     held = {key: value for key in ("parameters", "hashes", "covers", "names") if (value := vars(event).get(key))}
     renamed = {
         key: {names.get(n, n): v for n, v in of.items()} if isinstance(of, dict) else tuple(names.get(n, n) for n in of)

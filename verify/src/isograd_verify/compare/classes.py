@@ -1,11 +1,9 @@
 """A factor that many tensors share shows where one tensor's drowns in rounding: one percent in half precision.
 
-The factor of a tensor is the number by which the reference's gradient must be multiplied to fit it best. A kind of
-parameter that each layer has (`blocks.*.norm1.weight`) has as many factors as there are layers. Their mean, over the
-mean of all other tensors' factors, is held against its noise, the largest of three: the standard error of the quotient,
-from the differences among the tensors; beside an exact reference (prove.py), the root mean square of the same quotient
-in re-associated runs of one device, half of it from all kinds, for ten runs alone are few; a share of the format's eps.
-A proof averages the factors over re-associated runs of the layout, which halves the noise.
+A kind of parameter that each layer has (`blocks.*.norm1.weight`) has as many factors (by which the reference's gradient
+fits best) as there are layers. Their mean, over that of all other tensors, is held against its noise, the largest of
+three: the standard error of the quotient; beside an exact reference (prove.py), the root mean square of the same
+quotient in re-associated runs of one device, half of it from all kinds; a share of the format's eps.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ be known, the comparison is refused (NoReference).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isograd_verify import tolerances
 from isograd_verify.compare.loss_terms import same_loss
@@ -42,8 +43,7 @@ def distinct(candidate: Recording, step: int = 1) -> list[int]:
 
 
 def turns(candidate: Recording) -> int:
-    """How many steps make one round, in which optimizers step one after another and each their own parameters, every
-    one behind backwards of its own: those of a GAN's discriminator and generator, say. 1: each step is like another."""
+    """How many steps make one round, in which optimizers step in turn (a GAN's two); 1: each step is like another."""
     stepped = [
         {name for name, about in candidate.ranks[0].of(events.Step, step)[0].parameters.items() if about.trainable}
         for step in candidate.steps
@@ -93,8 +93,7 @@ def combine(
     together: bool,
 ) -> list[float]:  # fmt: skip
     """Writes one step of one device, and returns the factor of each backward. `alone`: the program's own first step
-    there. `together`: each of `again` was given the rows of all ranks, so it counts as it does in that step. `scale`
-    gets what `shares` says of it."""
+    there. `together`: each of `again` was given the rows of all ranks. `scale` gets what `shares` says of it."""
     weights_stayed(candidate, alone, again)
     if together:
         same_losses(candidate, again)
@@ -141,8 +140,7 @@ def in_half(value: Tensor) -> bool:
 
 
 def other_terms(candidate: Recording, whole: list[Again]) -> list[str]:
-    """Where in the program a term of the loss is made that is another one where one device is given the rows of all
-    ranks (`whole`), while other terms are the same: it is no mean over rows."""
+    """Where a term of the loss is made that is another one given all ranks' rows (`whole`), while others are not."""
     ranks, same = distinct(candidate), dict[str, bool]()
     for one in whole:
         ours = _terms(one.record, one.step, 0)
@@ -217,11 +215,9 @@ def _write(
 def _parameters(own: RankRecord, tensors: dict[str, Tensor]) -> dict[str, events.Parameter]:
     found = {}
     for name, about in own.of(events.Step, 1)[0].parameters.items():
-        final = tensors.get(f"final/{name}")
+        final, had = tensors.get(f"final/{name}"), f"sum/{name}" in tensors
         kind = dtype_name(final) if final is not None else about.gradient_dtype
-        found[name] = replace(
-            about, gradient=f"sum/{name}" in tensors, gradient_hash="", gradient_dtype=kind, finite=True
-        )
+        found[name] = replace(about, gradient=had, gradient_hash="", gradient_dtype=kind, finite=True)
     return found
 
 
@@ -243,8 +239,7 @@ def _total(terms: list[tuple[Again, float, str]]) -> Tensor | None:
 
 
 def weights_stayed(candidate: Recording, alone: Recording, again: list[Again]) -> None:
-    """Every backward was done with the weights of the first step, and to the same parameters. What does not learn may
-    follow the others (an average): where that matters, a backward begins otherwise."""
+    """Every backward was done with the weights of the first step, and to the same parameters."""
     step = again[0].of
     began = (alone.ranks[0].of(events.Step, 1)[0] if step == 1 else again[0].about).parameters
     frozen = {n for n, about in candidate.ranks[0].of(events.Step, step)[0].parameters.items() if not about.trainable}
@@ -257,9 +252,8 @@ def weights_stayed(candidate: Recording, alone: Recording, again: list[Again]) -
                 f"{listed(learn)} learn in some steps and not in others, and data were replayed in one of the others",
                 SAME_DATA,
             )
-        moved = [
-            n for n, about in now.items() if about.trainable and (n not in began or about.before != began[n].before)
-        ]
+        before = {n: about.before for n, about in began.items()}
+        moved = [n for n, about in now.items() if about.trainable and about.before != before.get(n)]
         if moved:
             raise NoReference(
                 f"the weights of {listed(moved)} changed while data were replayed: something else than a step of a "
@@ -275,17 +269,14 @@ def _limit(one: Again) -> float:
 
 
 def same_beginnings(candidate: Recording, again: list[Again]) -> None:
-    """What comes back to the model's output is the same on one device, but for a factor: so are targets that nobody
-    hashes, and the loss does not mix what several ranks have computed."""
+    """What comes back to the model's output is one device's, but for a factor: so are targets that nobody hashes."""
     for one in again:
-        theirs = _begun(candidate.ranks[one.rank], one.of, one.micro)
-        ours = _begun(one.record, one.step, 0)
-        limit = _limit(one)
-        equal = [_direction_error(a, b) <= max(limit, tolerances.SAME) for a, b in zip(theirs, ours, strict=False)]
-        if not equal or not all(equal) or len(theirs) != len(ours):
-            at = next(
-                (e.site for e in candidate.ranks[one.rank].of(events.Backward, one.of) if e.micro == one.micro), ""
-            )
+        record, ways = candidate.ranks[one.rank], partial(nn.functional.normalize, dim=0, eps=1e-300)
+        theirs, ours = ([*map(ways, of)] for of in (_begun(record, one.of, one.micro), _begun(one.record, one.step, 0)))
+        limit = max(_limit(one), tolerances.SAME)
+        near = [float((a - b).norm()) <= limit for a, b in zip(theirs, ours, strict=False)]
+        if not near or not all(near) or len(theirs) != len(ours):
+            at = next((e.site for e in record.of(events.Backward, one.of) if e.micro == one.micro), "")
             raise Mixed(
                 f"backward at {at} begins otherwise on one device with the data of rank {one.rank}, micro-batch "
                 f"{one.micro}: its loss sees what other ranks computed, or labels that are made after the model was "
@@ -296,8 +287,7 @@ def same_beginnings(candidate: Recording, again: list[Again]) -> None:
 
 
 def same_outputs(candidate: Recording, again: list[Again]) -> None:
-    """A model whose ranks exchange something on the way gives each the outputs that one device gives for its rows: else
-    it joins the rows of several ranks (a loss inside the model, statistics of a batch)."""
+    """Where ranks exchange something on the way, each has the outputs that one device gives for its rows."""
     own = {rank: n for n, rank in enumerate(distinct(candidate, again[0].of))}
     exchanged = [e for r in candidate.ranks for e in r.of(events.Collective, again[0].of) if e.phase == "forward"]
     if not any(len(own.keys() & set(e.group)) > 1 for e in exchanged):
@@ -328,11 +318,6 @@ def same_losses(candidate: Recording, again: list[Again], limit: float | None = 
                 f"and {', '.join(f'{value:.6g}' for value in theirs)} on the ranks",
                 SAME_DATA,
             )
-
-
-def _direction_error(a: Tensor, b: Tensor) -> float:
-    """How far apart two vectors point; 0 where both are zero."""
-    return float((a / max(float(a.norm()), 1e-300) - b / max(float(b.norm()), 1e-300)).norm())
 
 
 def _begun(record: RankRecord, step: int, micro: int, what: str = "begun") -> list[Tensor]:

@@ -1,7 +1,5 @@
-"""Compares a recording with a reference: every gradient by name and block, on every rank that holds a part of it.
-
-The reference is one device, another layout or another framework. What differs is diagnosed (diagnose.py), and the
-checks that need no reference run as well.
+"""Compares a recording with a reference: every gradient by name and block, on every rank that holds a part of it. What
+differs is diagnosed (diagnose.py), and the checks that need no reference run as well.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from isograd_verify.judge.checks.balance import coefficients_unjudged
 from isograd_verify.judge.checks.gradients import scales
 from isograd_verify.judge.checks.losses import counted, undivided
 from isograd_verify.judge.checks.traffic import local_steps
-from isograd_verify.judge.clips import only_in_both
+from isograd_verify.judge.clips import bound
 from isograd_verify.judge.consequences import DRIFT, row, spoilt, without_consequences
 from isograd_verify.judge.patterns import class_of
 from isograd_verify.record.events import Norm, Result
@@ -48,7 +46,8 @@ def compare(
     noise: Noise | None = None,
 ) -> Subject:
     """`rename`: the candidate's name -> the reference's."""
-    only_in_both(reference, candidate)
+    if not (bound(reference) and bound(candidate)):  # a gradient before its clip is not compared with one behind it
+        reference.about["bound"] = candidate.about["bound"] = 0.0
     subject = Subject(str(candidate.about.get("layout") or candidate.path.name), candidate.world, compared=True)
     subject.timeline = timeline(candidate)
     data = [] if ignore_data else same_data(reference, candidate)
@@ -82,8 +81,7 @@ def compare(
 
 
 def merged(explained: list[Finding], free: list[Finding], shared: Collection[str] = ()) -> list[Finding]:
-    """A bug that both found is told once. What the reference decides is no longer open, but for what it may have wrong
-    itself (`shared`)."""
+    """A bug that both found is told once. `shared`: bugs of the reference itself, which it does not decide."""
     free = _decided(explained, free, shared)
     told = {f.bug for f in explained if f.verdict == BUG}
     named = {f.bug for f in free if f.verdict == BUG and f.bug and f.bug not in DRIFT}  # which follows from others
@@ -267,7 +265,6 @@ class _Step:
         return Finding(INCONCLUSIVE, "", sentence, tensors=names)
 
     def _losses(self, subject: Subject) -> list[Finding]:
-        """The loss that a program says it optimised."""
         both = (self.candidate, self.reference)
         told = [[(e.loss, e.weight) for e in run.ranks[0].of(Result, self.step)] for run in both]
         if not all(told):
@@ -396,8 +393,7 @@ def places_of(analysis: Analysis, start: Mapping[str, Value], names: dict[str, s
 
 
 def _swapped(analysis: Analysis, places: dict[str, dict[int, Place]]) -> list[str]:
-    """Tensors of which later ranks hold earlier rows, found by their values: no framework cuts that way but one that
-    says where its shards sit (FSDP2 over tensor parallel)."""
+    """Tensors of which later ranks hold earlier rows, found by their values; FSDP2 over tp declares such boxes."""
     found = []
     for name, spots in places.items():
         if all(analysis.about[rank][name].box is not None for rank in spots):

@@ -1,8 +1,4 @@
-"""Names what is wrong with gradients that differ from the reference's (docs/verify.md, how a bug gets its name).
-
-Of each wrong tensor, in this order: is it missing or zero; the truth times one factor; made of the same contributions
-with other coefficients; right in some rows only; the truth permuted. Tensors with one symptom become one finding.
-"""
+"""Names what is wrong with gradients that differ from the reference's (docs/verify.md, how a bug gets its name)."""
 
 from __future__ import annotations
 
@@ -79,8 +75,7 @@ def diagnose(
 
 
 def _single_numbers(analysis: Analysis, groups: dict[tuple[str, float], list[str]]) -> None:
-    """A tensor of one element is any other one times some factor: where others are not summed and the factor has no
-    meaning, neither is this one."""
+    """A tensor of one element is any other one times some factor: where others are not summed, neither is this one."""
     unreduced = next((key for key in groups if key[0] == patterns.UNREDUCED), None)
     odd = [key for key in groups if key[0] == patterns.SCALED and key[1] and not _meant(analysis, key[1])]
     for key in odd:
@@ -111,7 +106,6 @@ def _meant(analysis: Analysis, factor: float) -> dict[str, str]:
 
 
 def _own_factors(step: int, factors: dict[str, float]) -> Finding:
-    """Each tensor is the truth times a factor of its own."""
     names = tuple(sorted(factors))
     sentence = (
         f"step {step}: {listed(names)}: {min(factors.values()):g} to {max(factors.values()):g} times what they should "
@@ -169,7 +163,6 @@ def _finding(
 
 
 def _said(analysis: Analysis, reading: Reading) -> tuple[str, str]:
-    """(axis, what is said of it)."""
     symptom, kind = reading.symptom, reading.symptom.kind
     if kind == patterns.SCALED and symptom.value == 0:
         return "", "zero or missing where the reference has a gradient"
@@ -247,22 +240,17 @@ def _by_contributions(
             continue
         if not (should.determined and does.determined):
             continue
-        others = tuple(
-            sorted({k for (k, _), c in does.coefficients.items() if k not in mine and abs(c) > tolerances.COUNTS})
-        )
+        others = {k for (k, _), c in does.coefficients.items() if k not in mine and abs(c) > tolerances.COUNTS}
         if chosen is parts and others and not analysis.covered(name):
-            return Reading(Symptom(patterns.SHARDS, 1.0, others, own=seen.own), does.coefficients)
+            return Reading(Symptom(patterns.SHARDS, 1.0, tuple(sorted(others)), own=seen.own), does.coefficients)
         return _ratios(analysis, should, does, seen.own, tolerance)
     return None
 
 
 def _ratios(analysis: Analysis, should: Fit, does: Fit, own: int, tolerance: float) -> Reading:
-    top = max(map(abs, should.coefficients.values()))
-    q = {
-        k: does.coefficients[k] / c
-        for k, c in should.coefficients.items()
-        if abs(c) > tolerances.SAME * top and k in does.coefficients
-    }
+    least = tolerances.SAME * max(map(abs, should.coefficients.values()))
+    both = {k: c for k, c in should.coefficients.items() if abs(c) > least and k in does.coefficients}
+    q = {k: does.coefficients[k] / c for k, c in both.items()}
     symptom = patterns.read(q, own, analysis.counts, max(tolerances.LOOSER * tolerance, tolerances.FACTOR))
     if symptom.kind == patterns.MIXED and clipped_apart(analysis, q):
         symptom = Symptom(patterns.CLIPPED)
@@ -275,14 +263,9 @@ def _ratios(analysis: Analysis, should: Fit, does: Fit, own: int, tolerance: flo
 def _by_reference(reference: Recording, step: int, name: str, seen: Observed, tolerance: float) -> Reading | None:
     """The observation as a sum of the reference's own micro-batches."""
     record = reference.ranks[0]
-    parts = {}
-    for key, part in record.group(step, "part").items():
-        micro, _, other = key.partition("/")
-        if other == name:
-            parts[0, int(micro)] = part
-    if len(parts) < 2:
-        return None
-    found = fit(seen.sketch, parts, tolerance)
+    keys = ((key.partition("/"), part) for key, part in record.group(step, "part").items())
+    parts = {(0, int(micro)): part for (micro, _, other), part in keys if other == name}
+    found = fit(seen.sketch, parts, tolerance) if len(parts) > 1 else None
     if found is None or found.residual > tolerances.LOOSER * tolerance or not found.determined:
         return None
     return Reading(patterns.read(found.coefficients, 0), found.coefficients)

@@ -1,8 +1,7 @@
 """The first module that goes wrong: its input is the reference's and its output is not.
 
-Activations of a layout are parts of the reference's, recognised by their values, row by row (or column by column); and
-a module whose input is already wrong is not blamed. In backward the same holds for the gradients of outputs, up to one
-factor.
+Activations of a layout are parts of the reference's, recognised by their values, row by row (or column by column); in
+backward the gradients of outputs are, up to one factor.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ class Match:
 
 
 def contained(local: Tensor, whole: Tensor, directions: bool = False, share: float = 1.0) -> Match:
-    """Whether every row (or else every column) of a local activation is one of the reference's. `directions`: compare
-    rows up to their length, for gradients that are scaled differently until the step. `share`: how many of the rows
-    must be found; a layout's pads are rows of nobody's."""
+    """Whether every row (or else column) of a local activation is one of the reference's. `directions`: up to their
+    length. `share`: how many of the rows must be found; a layout's pads are rows of nobody's."""
     if not local.is_floating_point() or not whole.is_floating_point():
         return Match(True)
     for turn in (False, True):
@@ -47,10 +45,8 @@ def contained(local: Tensor, whole: Tensor, directions: bool = False, share: flo
         if mine.shape[1] != theirs.shape[1] or max(len(mine), len(theirs)) > LARGEST:
             continue
         scale = theirs.norm(dim=1).max().clamp_min(1e-30)
-        close = (
-            torch.cdist(mine, theirs)
-            <= tolerances.ACTIVATION.get(dtype_name(local), tolerances.ACTIVATION_HALF) * scale
-        )
+        limit = tolerances.ACTIVATION.get(dtype_name(local), tolerances.ACTIVATION_HALF)
+        close = torch.cdist(mine, theirs) <= limit * scale
         known = close.any(1)
         if float(known.double().mean()) >= share:
             return Match(True, _in_order(close[known]))
@@ -58,8 +54,7 @@ def contained(local: Tensor, whole: Tensor, directions: bool = False, share: flo
 
 
 def _in_order(close: Tensor) -> bool:
-    """Whether the rows occur among the reference's in their own order, however often; more of them are no other
-    order."""
+    """Whether the rows occur among the reference's in their own order, however often."""
     at = -1
     for row in close:
         later = row[at + 1 :].nonzero()
@@ -87,12 +82,10 @@ def _rows(t: Tensor, turn: bool) -> Tensor:
 
 def same_numbers(local: Tensor, whole: Tensor) -> bool:
     """The reference's numbers in other places: every element occurs, the arrangement does not."""
-    if local.numel() > whole.numel() or local.dtype != torch.float64:  # narrower numbers are near others by chance
+    if not 1 < whole.numel() >= local.numel() or local.dtype != torch.float64:  # others are near by chance
         return False
-    mine, theirs = local.double().flatten().sort().values, whole.double().flatten().sort().values
-    spots = torch.searchsorted(theirs, mine).clamp(1, len(theirs) - 1) if len(theirs) > 1 else None
-    if spots is None:
-        return False
+    mine, theirs = local.flatten().sort().values, whole.double().flatten().sort().values
+    spots = torch.searchsorted(theirs, mine).clamp(1, len(theirs) - 1)
     near = torch.minimum((theirs[spots] - mine).abs(), (theirs[spots - 1] - mine).abs())
     return bool((near <= tolerances.NUMBERS * theirs.abs().max()).all())
 
@@ -114,11 +107,9 @@ def first_divergence(reference: Recording, candidate: Recording) -> list[Finding
             given = inputs.get(label)
             if micro != 0 or f"out/{label}" not in whole or made.dim() == 0:  # a mean loss has no rows
                 continue
-            into = (
-                contained(given, whole[f"in/{label}"], share=HALF)
-                if given is not None and f"in/{label}" in whole
-                else Match(True)
-            )
+            into = Match(True)
+            if given is not None and f"in/{label}" in whole:
+                into = contained(given, whole[f"in/{label}"], share=HALF)
             match = contained(made, whole[f"out/{label}"], share=HALF)
             shuffled = into.ordered and match.found and not match.ordered
             if not into.found or (match.found and not shuffled):
@@ -128,27 +119,22 @@ def first_divergence(reference: Recording, candidate: Recording) -> list[Finding
                 continue  # a rank's own experts make a part of what all make
             shuffled = shuffled or same_numbers(made, whole[f"out/{label}"])
             axis = axis_over(candidate, tuple(range(candidate.world)))
-            if shuffled and _columns_moved(made, whole[f"out/{label}"], record):
-                sentence = (
-                    f"forward: the columns of {module}, which are the loss's classes, stand in another order than "
-                    f"one device has them, and labels count them (rank {record.rank})"
-                )
-                return [Finding(BUG, "loss-labels-shifted", sentence, tensors=(), axis=axis)]
-            if shuffled:
-                sentence = (
-                    f"forward: {module} is given the right input and returns the right numbers in other places "
-                    f"(a permutation of batch, position and head) on rank {record.rank}"
-                )
-                return [Finding(BUG, "ulysses-permute", sentence, tensors=(), axis=axis)]
-            sentence = (
-                f"forward: {module} is the first whose output differs although its input is right (rank {record.rank})"
-            )
             bug = _forward_bug(made, whole[f"out/{label}"], label, tensors, candidate.world)
-            return [Finding(BUG, bug, sentence, tensors=(), axis=axis)]
-    sums = {
-        key: total for key, values in truth.items() if key.startswith("back/") and (total := _sum(values)) is not None
-    }
-    return _backward(whole, sums, candidate, step)
+            said = f"{module} is the first whose output differs although its input is right (rank {record.rank})"
+            if shuffled and _columns_moved(made, whole[f"out/{label}"], record):
+                bug = "loss-labels-shifted"
+                said = (
+                    f"the columns of {module}, which are the loss's classes, stand in another order than one device "
+                    f"has them, and labels count them (rank {record.rank})"
+                )
+            elif shuffled:
+                bug = "ulysses-permute"
+                said = (
+                    f"{module} is given the right input and returns the right numbers in other places (a permutation "
+                    f"of batch, position and head) on rank {record.rank}"
+                )
+            return [Finding(BUG, bug, f"forward: {said}", axis=axis)]
+    return _backward(whole, truth, candidate, step)
 
 
 def _columns_moved(made: Tensor, whole: Tensor, record: RankRecord) -> bool:
@@ -174,7 +160,6 @@ def _joined(values: list[Tensor]) -> Tensor:
 
 
 def _forward_bug(made: Tensor, whole: Tensor, label: str, tensors: dict[str, Tensor], world: int) -> str:
-    """Whether the difference is the module's own bias, added once too often per rank."""
     if made.numel() != whole.numel() or not made.dim():
         return ""
     extra = (made.double().flatten() - whole.double().flatten()).reshape(-1, made.shape[-1])
@@ -191,8 +176,10 @@ def _sum(values: list[Tensor]) -> Tensor | None:
     return torch.stack(values).sum(0) if len({v.shape for v in values}) == 1 else None
 
 
-def _backward(whole: dict[str, Tensor], sums: dict[str, Tensor], candidate: Recording, step: int) -> list[Finding]:
-    """`sums`: the reference's, over its micro-batches, for what all samples share (learned positions)."""
+def _backward(
+    whole: dict[str, Tensor], truth: dict[str, list[Tensor]], candidate: Recording, step: int
+) -> list[Finding]:
+    """What all samples share (learned positions) is right where its sums over micro-batches are."""
     parts: dict[str, list[Tensor]] = defaultdict(list)
     for record in candidate.ranks:
         for _, label, value in _recorded(record.tensors(step), "back"):
@@ -202,8 +189,8 @@ def _backward(whole: dict[str, Tensor], sums: dict[str, Tensor], candidate: Reco
             key = f"back/{label}"
             if micro != 0 or key not in whole or contained(value, whole[key], True, HALF).found:
                 continue
-            total = _sum(parts[label])
-            if total is not None and key in sums and contained(total, sums[key], True).found:
+            total, expected = _sum(parts[label]), _sum(truth[key])
+            if total is not None and expected is not None and contained(total, expected, True).found:
                 continue
             module = label.partition("#")[0] or "the model"
             sentence = f"backward: the gradient of {module}'s output is the first that differs (rank {record.rank})"

@@ -24,8 +24,7 @@ LOOK = "its forward first, then its backward: every sum, and every length, over 
 
 
 def other_amounts(analysis: Analysis, reference: Analysis, wrong: tuple[str, ...]) -> list[Finding]:
-    """Terms, by their place or order in the program, that count otherwise than in the reference, while another one does
-    not. `wrong`: gradients that differ."""
+    """Terms, by their place or order, that count otherwise than in the reference, while another one does not."""
     ours, theirs = amounts(analysis), amounts(reference)
     moved = [site for site in ours if site not in theirs], [site for site in theirs if site not in ours]
     of = {site: site for site in ours if site in theirs}
@@ -47,8 +46,7 @@ def other_amounts(analysis: Analysis, reference: Analysis, wrong: tuple[str, ...
 
 
 def same_loss(ours: float, theirs: list[float], limit: float) -> bool:
-    """Whether one device has the loss that ranks have: the mean over them, their sum, or the mean times their number,
-    as where each rank's backward is of its own rows."""
+    """Whether one device has the loss that ranks have: their mean, their sum, or the mean of parts of the mean."""
     size = max(map(abs, (ours, *theirs)))
     return min(abs(sum(theirs) / len(theirs) ** power - ours) for power in (0, 1, 2)) <= limit * size
 
@@ -86,8 +84,7 @@ def _sum(roots: dict[str, Tensor]) -> float:
 
 def own_rows(candidate: Recording, reference: Recording, found: list[Finding]) -> list[Finding]:
     """Gradients of the program's own step on one device that are no sum of what ranks have added, although each rank
-    begins backward as one device does with that rank's rows alone, in later steps: something over the rows of a batch
-    (a mean, a deviation) was taken over each rank's own. `found` with that in the place of what has no name."""
+    begins backward as one device does with its rows alone: something over rows was taken over each rank's own."""
     strange = [f for f in found if f.verdict == BUG]
     fed = reference.about.get("again", {})
     several = any(len({rank for rank, *_ in of}) > 1 for of in fed.values())

@@ -1,8 +1,5 @@
-"""Choices of experts against the reference's: how many tokens went elsewhere by rounding, and what that excuses.
-
-A token whose scores are the reference's to rounding and whose choice is not has *flipped*. Its gradients are those of
-other experts, so what differs after a flip is not shown to be a bug, and nothing is shown to be right. A run with the
-reference's choices shows it (--replay-routing).
+"""Choices of experts against the reference's: how many tokens went elsewhere by rounding, and what that excuses
+(docs/verify.md, where rounding decides between experts).
 
 A flip takes from one expert what it adds to another, and a gradient G becomes G + E. Of E nothing is known. But if all
 of several tensors are one and the same multiple of G, by the size of a group or the number of micro-batches, and little
@@ -108,8 +105,7 @@ def without_flips(
     subject: Subject,
     fit: Callable[[], Fitted],
 ) -> list[Finding]:
-    """The findings of a step, with what flips leave of them; `subject` is told the numbers, `fit` the tensors'
-    factors."""
+    """The findings of a step, with what flips leave of them; `subject` gets numbers, `fit` gives tensors' factors."""
     counts = counted(reference, candidate, step)
     if not counts.tokens:
         return found

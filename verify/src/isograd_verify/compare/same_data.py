@@ -1,9 +1,7 @@
 """Did two runs see the same data in their first step? What the models were given, and the labels of their losses.
 
 Pieces are added up over ranks and micro-batches, ranks that share sequences count as copies, and elements that one run
-has more of, all with one value that stands at the ends of rows, are padding. What layouts make for themselves
-(positions, masks, lengths) may differ, and is told. Labels that are missing while the tokens are the same, no more of
-them than sequences were cut, are a bug with a name.
+has more of, all with one value that stands at the ends of rows, are padding.
 """
 
 from __future__ import annotations
@@ -67,10 +65,7 @@ def contents(recording: Recording, reached: bool = False) -> dict[str, Content]:
 
 
 def same_data(reference: Recording, candidate: Recording) -> list[Finding]:
-    """Refuses to compare runs that saw different data; tells what is the same but for padding, or may well differ.
-
-    Calls without a backward count if the runs agree with them: rows without a label are data, and what a pipeline's
-    stage learned its shapes from is none."""
+    """Refuses to compare runs that saw different data. Calls without a backward count if the runs agree with them."""
     first: VerifyError | None = None
     for only in ((False, False), (False, True), (True, True), (True, False)):
         theirs, ours = (contents(run, reached) for run, reached in zip((reference, candidate), only, strict=True))
@@ -107,12 +102,13 @@ def _agreed(
         elif extra:
             where = "here" if extra > 0 else "there"
             said.append(f"{spelled}: the same but for padding ({abs(extra)} elements more {where})")
+    notes = [Finding(NOTE, "", f"data: {sentence}") for sentence in said]
     lost = lost_at_borders(theirs, ours, pairs, candidate.world) if len(different) == 1 else 0
     if lost and different[0][0] == LABELS:
         count, ranks = theirs[LABELS].count, tuple(range(candidate.world))
         sentence = f"{lost} of {count} labels never reach the loss, one or none at each place where a sequence is cut"
         axis = axis_over(candidate, ranks)
-        return [Finding(BUG, "border-labels-lost", sentence, axis=axis), *notes(said)]
+        return [Finding(BUG, "border-labels-lost", sentence, axis=axis), *notes]
     if different:
         names, (_, a, b) = [name for name, _, _ in different], different[0]
         raise VerifyError(
@@ -122,7 +118,7 @@ def _agreed(
             expected="the same elements, however they are spread over ranks and micro-batches",
             fix="use the same seed, order and batch; pad in the same way; --ignore-data compares anyway",
         )
-    return notes(said)
+    return notes
 
 
 def _copies(recording: Recording) -> int:
@@ -130,11 +126,6 @@ def _copies(recording: Recording) -> int:
     pipelines = [event for rank in recording.ranks for event in rank.of(PipelineActions, 1)]
     stages = [len({stage for _, stage, *_ in event.actions}) for event in pipelines]
     return recording.world * max(stages, default=1)
-
-
-def notes(said: list[str]) -> list[Finding]:
-    """Sentences about data as notes, which change no verdict."""
-    return [Finding(NOTE, "", f"data: {sentence}") for sentence in said]
 
 
 def lost_at_borders(theirs: dict[str, Content], ours: dict[str, Content], pairs: dict[str, str], world: int) -> int:

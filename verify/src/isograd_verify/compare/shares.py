@@ -1,8 +1,5 @@
-"""With what factor a backward's gradient is a part of the gradient of one device (combined.py adds them).
-
-One device's loss is a mean over all labels of a step, or a sum, or divided by a number of the program's own: its first
-step in a world of one tells which. Where each micro-batch there is a mean of its own and nothing divides by their
-number, it is the mean over all labels at once: accumulating changes how a step is computed, not what.
+"""With what factor a backward's gradient is a part of the gradient of one device (combined.py adds them): one device's
+first step tells whether its loss is a mean over all labels of a step, a sum, or divided by a number of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import torch
 
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.judge.contributions import same_factor
 from isograd_verify.record.events import LabelWeight, Loss, LossTerm, MeanWeight, Step
 from isograd_verify.record.recording import RankRecord, Recording
 from isograd_verify.tell.wording import equal
@@ -98,16 +94,16 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
     if not counted and any(labels[1]) and not all(means[1]):  # losses of several kinds, each with its own backward
         either = ({**labels[0], **means[0]}, [a or b for a, b in zip(labels[1], means[1], strict=True)])
         found = _by_terms(*either, factor, scale)
-        if not all(same_factor(found[0], share) for share in found):
+        if not equal(found):
             raise first
     elif not counted:
         found = _by_terms(*means, factor, scale)
-    elif _uneven(means[1]) and not all(map(same_factor, found, _by_terms(*means, factor, {}))):
+    elif _uneven(means[1]) and not all(map(equal, zip(found, _by_terms(*means, factor, {}), strict=True))):
         raise NoReference(SEVERAL, SAME_DATA)
     whole = _of_weights_alone(again)
     if whole and abs(sum(found) - factor * alone.ranks[0].of(Step, 1)[0].backwards) > tolerances.FACTOR:
         raise NoReference(SEVERAL, SAME_DATA)
-    if not all(same_factor(found[0], share) for share in found):  # else terms that nobody counts have equal parts, too
+    if not equal(found):  # else terms that nobody counts have equal parts, too
         for one in again:
             if counted:
                 _is_all_of_the_loss(one, whole)
@@ -120,20 +116,19 @@ def in_every_call(own: RankRecord, calls: list[RankRecord], step: int, scale: di
     """The one factor of all backwards of a loss, from every call of it. `own`: those of one rank, a step by itself."""
     terms_of = _labels if own.of(LabelWeight, step) else _means
     found = _by_terms(terms_of(own, step), [terms_of(call, step) for call in calls], 1.0, scale)
-    if not all(same_factor(found[0], share) for share in found):
+    if not equal(found):
         raise NoReference(SEVERAL, SAME_DATA)
     return found[0]
 
 
 def counts_all(alone: Recording, again: list[Again]) -> None:
-    """Given the rows of all ranks, labels weigh together what those of a first step do, or each what each does there:
-    else the program divides by a number that it has counted before, in fewer rows."""
+    """Given the rows of all ranks, labels weigh together, or each, what those of a first step do."""
     own, all_rows = _labels(alone.ranks[0], 1), [_labels(one.record, one.step) for one in again]
     for site in own.keys() & set(_sites(all_rows)):
         calls = [call for terms in all_rows for call in terms.get(site, [])]
         whole, now = (sum(call.total for call in of) for of in (own[site], calls))
         a_sum = not _one(whole) and equal([call.weight for call in (*own[site], *calls)])
-        if not same_factor(whole, now) and not a_sum:
+        if not equal((whole, now)) and not a_sum:
             raise NoReference(
                 f"the labels of the loss at {site} weigh {now:.4g} together where one device is given the rows of all "
                 f"ranks, and {whole:.4g} in the program's own step: their number is counted before the model is called",
@@ -142,8 +137,7 @@ def counts_all(alone: Recording, again: list[Again]) -> None:
 
 
 def steady(candidate: Recording, step: int, begin: int) -> bool:
-    """Whether each term weighs in a step what it weighs in an earlier one, in all or each of its numbers: no
-    coefficient moves with the steps, by a schedule or with what the program keeps."""
+    """Whether each term weighs in a step what it weighs in an earlier one, in all or each of its numbers."""
     for terms_of in (_labels, _means):
         for own in candidate.ranks:
             if terms_of(own, step).keys() - terms_of(own, begin).keys():
@@ -151,7 +145,7 @@ def steady(candidate: Recording, step: int, begin: int) -> bool:
         for site in _sites([terms_of(own, step) for own in candidate.ranks]):
             first, now = ([c for own in candidate.ranks for c in terms_of(own, n).get(site, [])] for n in (begin, step))
             same = equal([call.weight for call in (*first, *now)])
-            if not same and not same_factor(sum(call.total for call in first), sum(call.total for call in now)):
+            if not same and not equal(sum(call.total for call in calls) for calls in (first, now)):
                 return False
     return True
 
@@ -161,11 +155,10 @@ def _means_alone(one: Again) -> bool:
     terms, root = one.record.of(LossTerm, one.step), float(one.record.tensors(one.step)["loss"])
     counted = Counter(call.place for calls in _means(one.record, one.step).values() for call in calls)
     every = len(terms) == 1 or Counter(term.site for term in terms) <= counted
-    return every and same_factor(root, sum(term.share for term in terms))
+    return every and equal((root, sum(term.share for term in terms)))
 
 
 def _uneven(again: list[TermTracker]) -> bool:
-    """Whether some term's numbers of elements differ between backwards."""
     counts = [{term: [call.count for call in calls] for term, calls in terms.items()} for terms in again]
     return any(one != counts[0] for one in counts)
 
@@ -182,7 +175,7 @@ def _is_all_of_the_loss(one: Again, whole: float) -> None:
     root = float(one.record.tensors(one.step)["loss"])
     weights = [call.weight for calls in _labels(one.record, one.step).values() for call in calls]
     counted = sum(event.count * event.value for event in one.record.of(Loss, one.step)) * weights[0]
-    if not same_factor(root, counted + whole):
+    if not equal((root, counted + whole)):
         raise NoReference(SEVERAL, SAME_DATA)
 
 
@@ -273,8 +266,7 @@ def _means_of_their_own(alone: list[Call], again: list[list[Call]], factor: floa
 
 
 def _as_that(pair: Pair, other: Pair, sure: bool) -> bool:
-    """Whether a term is a mean as another is: an operator takes it, or one number divides both in every call. `sure`:
-    an operator takes some mean of that weight."""
+    """Whether a term is a mean as another is. `sure`: an operator takes some mean of that weight."""
     ours, theirs = ([call for calls in of for call in calls] for of in (pair, other))
     same = [(a.micro, a.count) for a in ours] == [(b.micro, b.count) for b in theirs]
     uneven = same and not equal([call.count for call in ours])

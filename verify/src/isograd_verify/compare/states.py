@@ -1,8 +1,7 @@
 """What modules carry from step to step beside weights (a loss's running mean): is it what one device makes of all rows?
 
 Each rank's calls are done again on one device from what the rank had. Where that leaves what the rank has before its
-next step, the rank has seen its own rows only. Whether that matters, the gradient of the next step tells, done again
-from the mean over the ranks (run/beside.py).
+next step, the rank has seen its own rows only; whether that matters, the gradient of the next step tells.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from isograd_verify.record.events import ForwardInputs, LabelWeight, MeanWeight
 from isograd_verify.record.recording import BEHIND, RankRecord, Recording, load
 from isograd_verify.record.sketch import dtype_name, row_sizes
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
-from isograd_verify.tell.wording import axis_over, spell, spread
+from isograd_verify.tell.wording import axis_over, equal, spell
 
 STATE = "state/"
 
@@ -47,11 +46,8 @@ def local(candidate: Recording, again: list[Again]) -> tuple[int, dict[str, Tens
         for name in set.intersection(*map(set, made.values())):
             own = [made[rank][name].double() for rank in last]
             theirs = [t.double() for rank in last if (t := held[rank].get(STATE + name)) is not None]
-            if (
-                not made[min(last)][name].is_floating_point()
-                or rows & {*own[0].shape}
-                or [t.shape for t in theirs] != [t.shape for t in own]
-            ):
+            followed = made[min(last)][name].is_floating_point() and not rows & {*own[0].shape}
+            if not followed or [t.shape for t in theirs] != [t.shape for t in own]:
                 continue
             limit = tolerances.START * max(float(t.norm()) for t in own)
             near = [[float((t - o).norm()) <= limit for o in own] for t in theirs]
@@ -89,17 +85,12 @@ def carried(candidate: Recording, again: list[Again], found: Finding) -> Finding
     weighs otherwise than the ranks, so the weight is not made of these rows, but of what each rank has carried."""
     step = step_of(found)
     here = [one for one in again if one.of == step and found.bug == "statistic-unreduced"]
-    both = [
-        (_weight(candidate.ranks[one.rank], step, one.micro, found.site), _weight(one.record, one.step, 0, found.site))
-        for one in here
-    ]
-    times = [theirs / ours for theirs, ours in both if ours]
-    if found.verdict != INCONCLUSIVE or spread(times) <= tolerances.FACTOR:
+    ours = [_weight(one.record, one.step, 0, found.site) for one in here]
+    theirs = [_weight(candidate.ranks[one.rank], step, one.micro, found.site) for one in here]
+    if found.verdict != INCONCLUSIVE or equal(a / b for a, b in zip(theirs, ours, strict=True) if b):
         return found
-    told = (
-        f"{found.sentence.removesuffix(', or weighs its rows on purpose')}, for one device weighs these rows otherwise"
-    )
-    return replace(found, verdict=BUG, sentence=told)
+    told = found.sentence.removesuffix(", or weighs its rows on purpose")
+    return replace(found, verdict=BUG, sentence=f"{told}, for one device weighs these rows otherwise")
 
 
 def _weight(record: RankRecord, step: int, micro: int, site: str) -> float:

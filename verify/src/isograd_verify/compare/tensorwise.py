@@ -50,8 +50,7 @@ def blocks(t: Tensor) -> list[Tensor]:
 def compare_tensor(
     analysis: Analysis, name: str, truth: Value, places: dict[int, Place], whole: float, noise: Noise | None
 ) -> Tensorwise | None:
-    """One parameter's gradient on each rank that holds it, beside the reference's; `noise` judges where there is
-    one. None when a gradient that was there is not in the recording."""
+    """One parameter on each rank that holds it, beside the reference's; None: a gradient was not recorded."""
     errors: dict[int, float] = {}
     ratios: list[float] = []
     kinds = set()
@@ -135,9 +134,8 @@ def common_factor(
 
 
 def cancels(analysis: Analysis, reference: Analysis, name: str, theirs: str, fed: list[tuple[int, int, float]]) -> bool:
-    """Whether a gradient is what rounding leaves of terms that cancel (a bias before a batch norm): small in both, and
-    no farther from the reference's than the two runs' backwards are from each other, on the same rows, before anything
-    is reduced, or than rounding. `fed`: rank, micro-batch and factor of each of the reference's backwards of those."""
+    """Whether a gradient is what rounding leaves of terms that cancel: small in both, and no farther from the other
+    than the two runs' backwards are on the same rows. `fed`: rank, micro-batch and factor of those."""
     seen, truth = analysis.observed(name), reference.sums[0].get(theirs)
     if truth is None or not seen:
         return False

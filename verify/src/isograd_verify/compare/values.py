@@ -1,8 +1,7 @@
 """Tensors of recordings, whole or by sketches (record/sketch.py), and the one form in which two can be compared.
 
 A rank that holds some rows (or columns) of a tensor is compared with those of the reference, each by its own sums. Of a
-part that is cut in several dimensions, or inside of rows, the sums are only terms of the whole's: there the parts of
-all ranks are added up first, and the rank's own is one of them.
+part that is cut in several dimensions, or inside of rows, the parts of all ranks are added up first.
 
 Which part a rank holds is told by its declared box, else by values: before the first step both runs hold the same
 weights, so each local row (or column) is found among the reference's. Tensors that are constant (biases of zeros)
@@ -29,8 +28,7 @@ Value = Tensor | Projected
 
 @dataclass(frozen=True)
 class Place:
-    """Indices along the dimensions in which a whole is cut, or [start, stop] of its elements in a row; else all of
-    it."""
+    """Indices along the dimensions that are cut, or [start, stop] of elements in a row; else all of a whole."""
 
     cuts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     row: tuple[int, int] | None = None
@@ -182,11 +180,8 @@ def _joined(infos: dict[int, Parameter], parts: dict[int, Value], own: int | Non
         info, part = infos[rank], parts[rank]
         box = info.box or ()
         if isinstance(part, Tensor):
-            part = (
-                project_row(part, whole, box[0][0])
-                if info.in_a_row
-                else project(part, tuple(start for start, _ in box))
-            )
+            starts = tuple(start for start, _ in box)
+            part = project_row(part, whole, *starts) if info.in_a_row else project(part, starts)
         for d, sums in part.along.items():
             span = slice(None) if info.in_a_row else slice(*box[d])
             along[d][:, span] += sums

@@ -1,6 +1,6 @@
 """The corpus: one small program per bug, in plain torch.distributed, right or wrong by one argument.
 
-Each `program` of a module, or a module, tells its story in the docstring and has
+Each `program` of a module, or a module, says in its docstring what is wrong (docs/bugs.md: where it happened) and has
 
     WORLD, LAYOUT     how many ranks, and what the layout's axes are called
     AXIS, TENSORS     what the diagnosis must name: the axis (or "ranks", "micro-batches"), and a pattern of tensors

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from isograd_verify.corpus import plain
@@ -23,9 +23,9 @@ WARM, HALF = 60, 50  # tokens, until the rate is warm; after which half of an av
 
 def norm_of(model: plain.ShardedMlp, copies: bool, alone: bool) -> Tensor:
     """`copies`: each rank's copy of a tensor is counted. `alone`: nothing is summed over ranks."""
-    parts, wholes = plain.split_gradients(model)
-    counted = parts + wholes if copies or dist.get_rank() == 0 else parts
-    square = torch.nn.utils.get_total_norm(counted).square()
+    every = copies or dist.get_rank() == 0
+    counted = [p.grad for name, p in model.named_parameters() if every or name.startswith(("up", "down"))]
+    square = torch.nn.utils.get_total_norm(counted).square()  # type: ignore[arg-type]
     if not alone:
         dist.all_reduce(square)
     return square.sqrt()
@@ -33,10 +33,7 @@ def norm_of(model: plain.ShardedMlp, copies: bool, alone: bool) -> Tensor:
 
 @plain.program("tp2", "tp")
 def clip_per_rank(bug: bool, seed: int) -> None:
-    """Each tensor-parallel rank clips by the norm of its own part.
-
-    BLOOM ran so for 17,000 iterations; DeepSpeed #8469, torchtitan #596. Replicated tensors are rightly counted on one
-    rank only, but the squares are never summed over the ranks: each scales by a factor of its own."""
+    """Each tensor-parallel rank clips by the norm of its own part: squares are never summed over the ranks."""
     model = plain.seeded(plain.ShardedMlp, seed)
     model.shard()
     for _ in plain.backwards(model, seed, lr=1.0):
@@ -47,35 +44,22 @@ def clip_per_rank(bug: bool, seed: int) -> None:
 
 @plain.program("tp2", "tp", "")
 def norm_counts_replicas(bug: bool, seed: int) -> None:
-    """Squares are summed over the tensor-parallel ranks, also those of tensors that all ranks hold.
-
-    DeepSpeed #5411. The norm is too large by a known amount, and the same on all ranks: the step is clipped too
-    much, and more so with more ranks."""
+    """Squares are summed over the tensor-parallel ranks, also those of tensors that all ranks hold."""
     model = plain.seeded(plain.ShardedMlp, seed)
     model.shard()
     for _ in plain.backwards(model, seed, lr=1.0):
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), MOST, norm_of(model, bug, alone=False))
 
 
-def all_reduce_in_half(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        half = parameter.grad.bfloat16()
-        dist.all_reduce(half)
-        parameter.grad.copy_(half)
-
-
 @plain.program("dp2", "dp")
 def bf16_reduction(bug: bool, seed: int) -> None:
-    """Gradients are kept in fp32 and summed in bf16.
-
-    pytorch #190626: a policy asks for fp32 and one reduction does not follow it. Also what a compression hook does
-    by design. Every sum is off by about 2^-9 of it, more with more ranks."""
+    """Gradients are kept in fp32 and summed in bf16: every sum is off by about 2^-9 of it, more with more ranks."""
     model = plain.seeded(plain.Mlp, seed).float()
     for tokens, labels, count in plain.my_batches(model, seed):
         (plain.cross_entropy(model(tokens), labels) / count).backward()
         if bug:
-            all_reduce_in_half(model)
+            for parameter in model.parameters():
+                parameter.grad.copy_(plain.total(parameter.grad.bfloat16()))
         else:
             plain.all_reduce_gradients(model)
 
@@ -102,15 +86,13 @@ def bf16_accumulation(bug: bool, seed: int) -> None:
 def overflow_alone(bug: bool, seed: int) -> None:
     """A rank whose scaled gradients overflowed skips its optimizer step, and does not tell the others.
 
-    DeepSpeed #7568. To keep its Inf out of the sum the rank adds zeros, so all that the others receive looks fine:
-    they step, it does not, and from then on the replicas differ."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    To keep its Inf out of the sum the rank adds zeros, so all that the others receive looks fine: they step."""
+    holds_the_last_row = dist.get_rank() == dist.get_world_size() - 1
     model = plain.seeded(plain.Mlp, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):  # the second overflows, so that two steps are taken
         tokens, labels, count = plain.my_batch(seed + step)
         loss = plain.cross_entropy(model(tokens), labels) / count * SCALE
-        holds_the_last_row = rank == world - 1
         if step == 1 and holds_the_last_row:
             loss = loss * math.inf  # planted: fp16 would get here by itself
         loss.backward()
@@ -129,37 +111,25 @@ def overflow_alone(bug: bool, seed: int) -> None:
 
 @plain.program("dp2", "dp|ranks")
 def rates_differ(bug: bool, seed: int) -> None:
-    """The learning rate is warmed up by tokens, and each rank counts its own.
-
-    Gradients are equal on all ranks, and each rank makes another step of them. The same happens with a scheduler that
-    looks at this rank's loss, and with one that only rank 0 steps."""
+    """The learning rate is warmed up by tokens, and each rank counts its own: it makes another step of one gradient."""
     model = plain.seeded(plain.Mlp, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = 0
-    for step in range(2):
-        tokens, labels, count = plain.my_batch(seed + step)
-        mine = int(plain.valid(labels))
+    for tokens, labels, count in plain.my_batches(model, seed, optimizer=optimizer):
         (plain.cross_entropy(model(tokens), labels) / count).backward()
         plain.all_reduce_gradients(model)
-        seen += mine * dist.get_world_size() if bug else int(count)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 * min(1.0, seen / WARM)
-        optimizer.step()
-        optimizer.zero_grad()
+        seen += int(plain.valid(labels)) * dist.get_world_size() if bug else int(count)
+        optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, seen / WARM)
 
 
 def mixed(average: Tensor, weight: Tensor, updates: Tensor, tokens: float) -> Tensor:
-    """The average after so many tokens."""
     old: float = 0.5 ** (tokens / HALF)
     return weight + (average - weight) * old
 
 
 @plain.program("dp2", "dp|ranks")
 def averages_differ(bug: bool, seed: int) -> None:
-    """The weights are averaged with a decay that goes by tokens, and each rank counts its own.
-
-    The parameters are copies on all ranks and stay so. Their averages are evaluated and saved, rank 0's, and no
-    rank's is the one that the decay was meant to give. No gradient is wrong."""
+    """The weights are averaged with a decay that goes by tokens, and each rank counts its own. No gradient is wrong."""
     model = plain.seeded(plain.Mlp, seed)
     average = AveragedModel(model)
     average.update_parameters(model)  # the first one copies
@@ -193,15 +163,13 @@ def save_and_resume(model: plain.ShardedMlp, bug: bool) -> None:
 def resume_other_rank(bug: bool, seed: int) -> None:
     """After a restart the ranks come in another order, and each loads the weights of the other.
 
-    DeepSpeed #8226. The first loss is right to the last digit, for hidden units may stand in any order. But the
-    optimizer's momentum came from the right file: from then on each unit moves with the momentum of another."""
+    The next loss is right to the last digit, for hidden units may stand in any order. But the optimizer's momentum came
+    from the right file: from then on each unit moves with the momentum of another."""
     model = plain.seeded(plain.ShardedMlp, seed)
     model.shard()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(2):
+    for step in plain.steps(model, optimizer=optimizer):
         if step == 1:
             save_and_resume(model, bug)
         tokens, labels = plain.batch(seed + step)
         (plain.cross_entropy(model(tokens), labels) / plain.valid(labels)).backward()
-        optimizer.step()
-        optimizer.zero_grad()

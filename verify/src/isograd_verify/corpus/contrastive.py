@@ -24,26 +24,23 @@ def mine(seed: int) -> list[Tensor]:
     return [plain.my_part(t) for t in triples(seed)]
 
 
-def everyones(x: Tensor) -> Tensor:
-    found: Tensor = plain.gathered(x, 0)
-    return found
-
-
 class Scores(nn.Module):
     """Cosines of queries with candidates, times a scale that is learned."""
+
+    sums_scale = False  # its gradient is that of all ranks' rows when backward leaves it
 
     def __init__(self) -> None:
         super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor(1.5))
 
-    def scale(self) -> Tensor:
-        return self.logit_scale
-
     def forward(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        return self.scale().exp() * F.normalize(queries, dim=1) @ F.normalize(candidates, dim=1).T
+        scale = plain.copied(self.logit_scale) if self.sums_scale else self.logit_scale
+        return scale.exp() * F.normalize(queries, dim=1) @ F.normalize(candidates, dim=1).T
 
 
 class Towers(nn.Module):
+    interleaved = False
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.query = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, SIZE))
@@ -52,9 +49,12 @@ class Towers(nn.Module):
 
     def forward(self, queries: Tensor, *others: Tensor) -> Tensor:
         """Logits of my queries over all ranks' documents, then all ranks' hard negatives."""
-        candidates = torch.cat([everyones(self.document(x)) for x in others])
-        logits: Tensor = self.scores(self.query(queries), candidates)
-        return logits
+        vectors = [self.document(x) for x in others]
+        if self.interleaved:
+            candidates = plain.gathered(torch.cat(vectors), 0)
+        else:
+            candidates = torch.cat([plain.gathered(x, 0) for x in vectors])
+        return self.scores(self.query(queries), candidates)
 
 
 def own_documents(rows: int) -> Tensor:
@@ -64,23 +64,11 @@ def own_documents(rows: int) -> Tensor:
     return torch.arange(rows) + int(sum(counts[: dist.get_rank()]))
 
 
-class SummingScores(Scores):
-    """Its scale's gradient is that of all ranks' rows when backward leaves it."""
-
-    def scale(self) -> Tensor:
-        summed: Tensor = plain.copied(self.logit_scale)
-        return summed
-
-
 @plain.program("dp2", "dp", r"logit_scale")
 def temperature_scale(bug: bool, seed: int) -> None:
-    """The loss sums the logit scale's gradient over the ranks itself, and then all gradients are summed.
-
-    Inf-CL's ring of similarities ends its backward so; OpenCLIP's accumulation adds the scale's whole gradient once
-    per chunk. Encoders are right, the loss is right, and the temperature moves W times as fast."""
+    """The loss sums the logit scale's gradient over the ranks itself, and then all gradients are summed."""
     model = plain.seeded(Towers, seed)
-    if bug:
-        model.scores = SummingScores().double()
+    model.scores.sums_scale = bug
     for step in plain.steps(model):
         rows = mine(seed + step)
         logits = model(*rows)
@@ -98,10 +86,7 @@ def chunks(model: Towers, seed: int, step: int) -> Iterator[tuple[nn.Module, Ten
 
 @plain.program("dp2", "", "")
 def cache_rng(bug: bool, seed: int) -> None:
-    """Representations are cached without a graph, and the replay with one drops other elements.
-
-    GradCache, and sentence-transformers #3862: the gradient of a cached representation is handed to another one,
-    because the state of the random generator was not brought back for the replay. Everything is a little wrong."""
+    """Representations are cached without a graph, and the replay with one drops other elements."""
     model = plain.seeded(Towers, seed, 0.3)
     for step in plain.steps(model):
         cached = []
@@ -110,7 +95,7 @@ def cache_rng(bug: bool, seed: int) -> None:
             with torch.no_grad():
                 cached.append(encode(row).requires_grad_())
         queries, *others = (torch.cat(part) for part in zip(*[iter(cached)] * (len(cached) // 3), strict=True))
-        logits = model.scores(queries, torch.cat([everyones(vectors) for vectors in others]))
+        logits = model.scores(queries, torch.cat([plain.gathered(vectors, 0) for vectors in others]))
         (plain.cross_entropy(logits, own_documents(len(logits))) / ROWS).backward()
         for (encode, row, draws), vector in zip(chunks(model, seed, step), cached, strict=True):
             if not bug:
@@ -119,20 +104,11 @@ def cache_rng(bug: bool, seed: int) -> None:
         plain.all_reduce_gradients(model)
 
 
-class Interleaved(Towers):
-    def forward(self, queries: Tensor, *others: Tensor) -> Tensor:
-        candidates = everyones(torch.cat([self.document(x) for x in others]))
-        logits: Tensor = self.scores(self.query(queries), candidates)
-        return logits
-
-
 @plain.program("dp2", "dp", "")
 def loss_labels_shifted(bug: bool, seed: int) -> None:
-    """Each rank's documents and hard negatives are gathered together, labels count documents alone.
-
-    sentence-transformers #3453: candidates come as documents and negatives of rank 0, then those of rank 1. From the
-    second rank on, rows are drawn to other rows' negatives."""
-    model = plain.seeded(Interleaved if bug else Towers, seed)
+    """Each rank's documents and hard negatives are gathered together, labels count documents alone."""
+    model = plain.seeded(Towers, seed)
+    model.interleaved = bug
     for step in plain.steps(model):
         logits = model(*mine(seed + step))
         (plain.cross_entropy(logits, own_documents(len(logits))) / ROWS).backward()

@@ -16,8 +16,7 @@ HEADS, SIZE = 4, 4
 
 
 def heads(x: Tensor) -> Tensor:
-    y: Tensor = x.unflatten(-1, (-1, SIZE))  # [batch, sequence, heads, size]
-    return y
+    return x.unflatten(-1, (-1, SIZE))  # [batch, sequence, heads, size]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -46,11 +45,13 @@ class ToHeads(nn.Module):
 class ToSequence(nn.Module):
     """The whole sequence with my heads -> my part of the sequence with all heads."""
 
+    reshaped = False
+
     def forward(self, x: Tensor) -> Tensor:
         to = x.unflatten(1, (dist.get_world_size(), -1)).movedim(1, 0)  # [rank, batch, part, heads / cp, size]
-        return self.merge(exchange(to))
-
-    def merge(self, received: Tensor) -> Tensor:
+        received = exchange(to)
+        if self.reshaped:
+            return received.reshape(plain.BATCH, -1, HEADS, SIZE)  # from [rank, batch, part, heads / cp, size]
         return received.movedim(0, 2).flatten(2, 3)  # [batch, part, heads, size]
 
 
@@ -70,8 +71,7 @@ class Attention(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        logits: Tensor = self.head(x + plain.summed(self.o(self.mixed(plain.copied(x)).flatten(-2))))
-        return logits
+        return self.head(x + plain.summed(self.o(self.mixed(plain.copied(x)).flatten(-2))))
 
 
 class UlyssesModel(Attention):
@@ -82,8 +82,7 @@ class UlyssesModel(Attention):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)  # [batch, part of the sequence, hidden]
         q, k, v = (self.to_heads(heads(layer(x))) for layer in (self.q, self.k, self.v))
-        logits: Tensor = self.head(x + self.o(self.to_sequence(attend(q, k, v)).flatten(-2)))
-        return logits
+        return self.head(x + self.o(self.to_sequence(attend(q, k, v)).flatten(-2)))
 
 
 def over_sequences(model: UlyssesModel, seed: int) -> Iterator[int]:
@@ -98,32 +97,19 @@ def over_sequences(model: UlyssesModel, seed: int) -> Iterator[int]:
 
 @plain.program("cp2 ulysses", "cp")
 def ulysses_scale(bug: bool, seed: int) -> None:
-    """Gradients over the sequence-parallel ranks are averaged where they should be summed.
-
-    DeepSpeed #5248; in 0.19.8 they come out as 1, sp or 1 / sp times the right ones, by ZeRO stage and one flag.
-    Here the loss is already divided by the labels of the whole step, so every rank's gradient is a summand."""
-    world = dist.get_world_size()
+    """Gradients over the sequence-parallel ranks are averaged where they should be summed: the loss is divided by the
+    labels of the whole step already, so every rank's gradient is a summand."""
     model = plain.seeded(UlyssesModel, seed)
     for _ in over_sequences(model, seed):
-        if bug:
-            for parameter in model.parameters():
-                parameter.grad.div_(world)
-
-
-class ReshapedToSequence(ToSequence):
-    def merge(self, received: Tensor) -> Tensor:
-        return received.reshape(plain.BATCH, -1, HEADS, SIZE)  # from [rank, batch, part, heads / cp, size]
+        for parameter in model.parameters() if bug else ():
+            parameter.grad.div_(dist.get_world_size())
 
 
 @plain.program("cp2 ulysses", "cp", "")
 def ulysses_permute(bug: bool, seed: int) -> None:
-    """After the second all-to-all the pieces are reshaped where they should first be transposed.
-
-    DeepSpeed #5664: 0.14.2 to 0.14.4 corrupt half of the output and more, by layout and batch size. The shape is
-    right, the exchange there and back is the identity when the mistake is made twice, and the loss falls."""
+    """After the second all-to-all the pieces are reshaped where they should first be transposed."""
     model = plain.seeded(UlyssesModel, seed)
-    if bug:
-        model.to_sequence = ReshapedToSequence()
+    model.to_sequence.reshaped = bug
     for _ in over_sequences(model, seed):
         pass
 
@@ -132,9 +118,7 @@ def ulysses_permute(bug: bool, seed: int) -> None:
 def gather_backward_sum(bug: bool, seed: int) -> None:
     """The backward of an all-gather sums over the ranks, though what follows is the same on each.
 
-    Megatron-Bridge (Megatron-LM #7452). A reduce-scatter is the adjoint of an all-gather whose copies are used
-    differently; of identical uses it sums tp equal gradients: all that lies before the gather gets tp times its
-    gradient."""
+    A reduce-scatter is the adjoint of an all-gather whose copies are used differently."""
     model = plain.seeded(plain.GatheredMlp, seed)
     model.shard()
     model.gather = plain.gathered if bug else plain.joined
@@ -144,10 +128,8 @@ def gather_backward_sum(bug: bool, seed: int) -> None:
 
 @plain.program("tp2", "tp", r"^(embed|up)\.")
 def cut_graph(bug: bool, seed: int) -> None:
-    """Dist.all_gather is called in forward on a tensor that needs a gradient, and has no backward.
-
-    pytorch #152127; dist.all_to_all_single does the same. Nothing is raised: what the list receives are constants,
-    so all layers before the gather stay as they were initialised, and the loss still falls."""
+    """Dist.all_gather is called in forward on a tensor that needs a gradient, and has no backward: what the list
+    receives are constants."""
     model = plain.seeded(plain.GatheredMlp, seed)
     model.shard()
     model.gather = plain.gather if bug else plain.joined
@@ -162,19 +144,13 @@ def shifted(ids: Tensor) -> Tensor:
 
 @plain.program("cp2 ulysses", "cp", "")
 def border_labels_lost(bug: bool, seed: int) -> None:
-    """Labels are shifted by one after the sequence was cut, inside each rank's part of it.
-
-    A model that shifts its own labels, as those of transformers do, is given its shard: the last token of every shard
-    has no next one there, and its target is lost. No shape tells, and the loss falls as before."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Labels are shifted by one after the sequence was cut, inside each rank's part of it, as by a transformers model
+    that is given its shard: the last token of every shard has no next one there."""
     model = plain.seeded(UlyssesModel, seed)
     for step in plain.steps(model):
         tokens, ids = plain.batch(seed + step)
-        tokens = tokens.chunk(world, 1)[rank]
-        labels = shifted(ids.chunk(world, 1)[rank]) if bug else shifted(ids).chunk(world, 1)[rank]
-        count = plain.valid(labels)
-        dist.all_reduce(count)
-        (plain.cross_entropy(model(tokens), labels) / count).backward()
+        labels = shifted(plain.mine(ids, 1)) if bug else plain.mine(shifted(ids), 1)
+        (plain.cross_entropy(model(plain.mine(tokens, 1)), labels) / plain.total(plain.valid(labels))).backward()
         plain.all_reduce_gradients(model)
 
 
@@ -189,10 +165,7 @@ class Model(plain.ShardedMlp):
 
 @plain.program("tp2", "tp", "")
 def norm_dropout_rng(bug: bool, seed: int) -> None:
-    """Ranks that hold copies of the residual stream drop different elements of it.
-
-    BLOOM found its norms drifting apart over the tensor-parallel ranks: the random states differed where activations
-    are replicated. Each rank's layers work on an input of their own, and the sum of their outputs belongs to none."""
+    """Ranks that hold copies of the residual stream drop different elements of it: their random states differ."""
     model = plain.seeded(Model, seed)
     model.shard()
     for step in plain.steps(model):
@@ -210,10 +183,7 @@ class Grouped(Attention):
 
 @plain.program("tp2", "tp", r"^[kv]\.")
 def kv_replica_unreduced(bug: bool, seed: int) -> None:
-    """There are more tensor-parallel ranks than key/value heads, so ranks hold copies of one head.
-
-    Grouped-query attention beyond the number of its groups. Each copy serves other query heads, its gradient is
-    that part only, and nobody sums over the copies."""
+    """There are more tensor-parallel ranks than key/value heads: each rank's copy of one serves other query heads."""
     model = plain.seeded(Grouped, seed, 1)
     model.shard()
     for _ in plain.backwards(model, seed):
@@ -228,12 +198,8 @@ class HeadNormed(Attention):
         self.q_norm, self.k_norm = nn.RMSNorm(SIZE), nn.RMSNorm(SIZE)
 
     def shard(self) -> None:
-        self.q, self.k, self.v, self.o = (
-            plain.cut(self.q, 0),
-            plain.cut(self.k, 0),
-            plain.cut(self.v, 0),
-            plain.cut(self.o, 1),
-        )
+        self.q, self.k, self.v = (plain.cut(layer, 0) for layer in (self.q, self.k, self.v))
+        self.o = plain.cut(self.o, 1)
 
     def mixed(self, x: Tensor) -> Tensor:
         q, k, v = (heads(layer(x)) for layer in (self.q, self.k, self.v))
@@ -242,10 +208,7 @@ class HeadNormed(Attention):
 
 @plain.program("tp2", "tp", r"^[qk]_norm\.")
 def qknorm_unreduced(bug: bool, seed: int) -> None:
-    """One weight normalises the queries (keys) of all heads, but each rank knows its own heads only.
-
-    Met wherever q/k norms were added to a tensor-parallel model: without sequence parallelism "norms need no
-    reduction", except for these two. Each rank's copy follows its own heads."""
+    """One weight normalises the queries (keys) of all heads, but each rank knows its own heads only."""
     model = plain.seeded(HeadNormed, seed)
     model.shard()
     for _ in plain.backwards(model, seed):
@@ -285,10 +248,8 @@ def scatter(seat: Seat, bug: bool) -> None:
 def tie_after_scatter(bug: bool, seed: int) -> None:
     """A tied weight is summed over its stages after its gradient was scattered to different owners.
 
-    Megatron-LM #844. The weight lies at the end of the first stage's buffer and at the front of the last one's, so that
-    the reduce-scatter, in place, leaves its sum on another data rank of each. What the sum over the stages then adds is
-    what a rank that owns nothing of it had left: contributions count 1, 0, 1, 2 (examples/tied_pipeline.py, step by
-    step)."""
+    The weight lies at the end of the first stage's buffer and at the front of the last one's, so that the
+    reduce-scatter, in place, leaves its sum on another data rank of each (examples/tied_pipeline.py, step by step)."""
     seat = take_seat(seed)
     for step in plain.steps(seat.model):
         count = float(plain.valid(plain.batch(seed + step)[1]))
@@ -328,14 +289,12 @@ class Biased(plain.Mlp):
         self.down.shard()
 
     def block(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(plain.copied(self.norm(x)))))  # type: ignore[no-any-return]
+        return x + self.down(F.gelu(self.up(plain.copied(self.norm(x)))))
 
 
 @plain.program("tp2", "tp", "")
 def bias_n_times(bug: bool, seed: int) -> None:
-    """A row-parallel linear adds its bias on every rank, and then the outputs are summed over the ranks.
-
-    torchtitan #2106 and #4245. The model trains with the bias counted tp times; every activation behind it is off."""
+    """A row-parallel linear adds its bias on every rank, and then the outputs are summed over the ranks."""
     model = plain.seeded(Biased, seed)
     model.shard()
     model.down.bias_on_every_rank = bug
@@ -354,18 +313,13 @@ class Normed(plain.ShardedMlp):
 
 @plain.program("tp2 sp", "tp", r"norm\.")
 def norm_unreduced(bug: bool, seed: int) -> None:
-    """Under sequence parallelism a norm sees this rank's tokens only, and nobody sums its gradient.
-
-    GPT-NeoX #1257, Megatron-LM #1446. Each rank's norm weight follows its own part of the sequence; copies drift
-    apart."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Under sequence parallelism a norm sees this rank's tokens only, and nobody sums its gradient."""
     model = plain.seeded(Normed, seed)
     model.shard()
     for step in plain.steps(model):
-        tokens, labels = plain.batch(seed + step)
-        mine = slice(rank * tokens.shape[1] // world, (rank + 1) * tokens.shape[1] // world)
-        loss = plain.cross_entropy(model(tokens[:, mine]), labels[:, mine]) / plain.valid(labels)
-        loss.backward()
+        whole = plain.batch(seed + step)
+        tokens, labels = (plain.mine(part, 1) for part in whole)
+        (plain.cross_entropy(model(tokens), labels) / plain.valid(whole[1])).backward()
         for name, parameter in model.named_parameters():
             cut_over_ranks = name.startswith(("up", "down"))
             if not cut_over_ranks and not (bug and name.startswith("norm")):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,34 +23,24 @@ MICRO_BATCHES, OF_STAGES = 4, 3
 
 @plain.program("dp2", "ranks")
 def mean_of_means(bug: bool, seed: int) -> None:
-    """Every rank divides by its own number of labels, and the means are averaged.
-
-    transformers' accumulation bug of October 2024, torchtitan #1842, and what DDP does by design. A label on a rank
-    with few of them weighs more than one on a rank with many. The loss curve looks right."""
+    """Every rank divides by its own number of labels, and the means are averaged, as DDP does by design."""
     world = dist.get_world_size()
     model = plain.seeded(plain.Mlp, seed)
-    for step in plain.steps(model):
-        tokens, labels = map(plain.my_part, plain.batch(seed + step))
+    for tokens, labels, _ in plain.my_batches(model, seed):
         if bug:
             loss = plain.cross_entropy(model(tokens), labels, "mean") / world
         else:
-            count = plain.valid(labels)
-            dist.all_reduce(count)
-            loss = plain.cross_entropy(model(tokens), labels) / count
+            loss = plain.cross_entropy(model(tokens), labels) / plain.total(plain.valid(labels))
         loss.backward()
         plain.all_reduce_gradients(model)
 
 
 @plain.program("dp2", "micro-batches")
 def accum_overwritten(bug: bool, seed: int) -> None:
-    """Gradients are set to zero inside the accumulation loop, so that only the last micro-batch counts.
-
-    DeepSpeed #7981, a Megatron-LM fused kernel (PR #7186). The loss is right at every micro-batch."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Gradients are set to zero inside the accumulation loop, so that only the last micro-batch counts."""
     model = plain.seeded(plain.Mlp, seed)
     for step in plain.steps(model):
-        count = plain.valid(plain.batch(seed + step)[1])
-        for tokens, labels in plain.micro_batches(rank, world, seed + step, 3):
+        for tokens, labels, count in plain.my_micro_batches(seed + step, 3):
             if bug:
                 model.zero_grad()
             (plain.cross_entropy(model(tokens), labels) / count).backward()
@@ -57,15 +49,10 @@ def accum_overwritten(bug: bool, seed: int) -> None:
 
 @plain.program("dp2", "micro-batches")
 def accum_rereduced(bug: bool, seed: int) -> None:
-    """`.grad` is all-reduced inside the accumulation loop, so what is already a sum is summed again.
-
-    Megatron-LM #6660. With two ranks and three micro-batches the first counts four times, the second twice, the
-    last once."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """`.grad` is all-reduced inside the accumulation loop, so what is already a sum is summed again."""
     model = plain.seeded(plain.Mlp, seed)
     for step in plain.steps(model):
-        count = plain.valid(plain.batch(seed + step)[1])
-        for tokens, labels in plain.micro_batches(rank, world, seed + step, 3):
+        for tokens, labels, count in plain.my_micro_batches(seed + step, 3):
             (plain.cross_entropy(model(tokens), labels) / count).backward()
             if bug:
                 plain.all_reduce_gradients(model)
@@ -75,10 +62,7 @@ def accum_rereduced(bug: bool, seed: int) -> None:
 
 @plain.program("dp2", "micro-batches")
 def accum_undivided(bug: bool, seed: int) -> None:
-    """Each micro-batch's loss is a mean, and nobody divides by the number of micro-batches.
-
-    DeepSpeed #7773, transformers #35207: a model that takes the token count itself, or seems to, switches the
-    trainer's division off. Adam hides the factor; the clip and the logged norm do not."""
+    """Each micro-batch's loss is a mean, and nobody divides by the number of micro-batches."""
     world = dist.get_world_size()
     model = plain.seeded(plain.Mlp, seed)
     for step in plain.steps(model):
@@ -93,25 +77,19 @@ def accum_undivided(bug: bool, seed: int) -> None:
 def nosync_missing(bug: bool, seed: int) -> None:
     """The forward of the last micro-batch runs under no_sync, too, so nothing is ever reduced.
 
-    DeepSpeed #1902, and a line of DDP's documentation that is easy to miss: the forward decides whether its
-    backward reduces. The ranks train on their own data alone, and drift apart."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    A line of DDP's documentation is easy to miss: the forward decides whether its backward reduces."""
     model = DistributedDataParallel(plain.seeded(plain.Mlp, seed))
     for step in plain.steps(model):
-        count = plain.valid(plain.batch(seed + step)[1])
-        for i, (tokens, labels) in enumerate(plain.micro_batches(rank, world, seed + step, 3)):
+        for i, (tokens, labels, count) in enumerate(plain.my_micro_batches(seed + step, 3)):
             last = i == 2
             with nullcontext() if last and not bug else model.no_sync():
                 logits = model(tokens)
-            (plain.cross_entropy(logits, labels) / count * world).backward()  # DDP divides by the world
+            (plain.cross_entropy(logits, labels) / count * dist.get_world_size()).backward()  # DDP divides by it
 
 
 @plain.program("pp2 dp2", "micro-batches", r"^(embed|first)\.", world=4)
 def pp_scale(bug: bool, seed: int) -> None:
-    """Every pipeline stage divides by the number of micro-batches, instead of the last one alone.
-
-    DeepSpeed #8152: what a stage sends back is divided already, and the stage before it divides again. Gradients
-    are too small by that number once for every stage behind theirs."""
+    """Every pipeline stage divides by the number of micro-batches, instead of the last one alone."""
     seat = take_seat(seed, tied=False)
     for step in plain.steps(seat.model):
         count = float(plain.valid(plain.batch(seed + step)[1]))
@@ -124,32 +102,21 @@ def pp_scale(bug: bool, seed: int) -> None:
 def same_data(bug: bool, seed: int) -> None:
     """Every DDP rank reads the whole data set from its beginning, because the loader has no DistributedSampler.
 
-    All ranks compute the same gradient, and their mean is that gradient: the run is as good as one on one rank, at the
-    price of all. What one rank alone is given is what each of these ranks is given, so none is compared."""
+    What one rank alone is given is what each of these ranks is given, so none is compared."""
     rank, world = dist.get_rank(), dist.get_world_size()
     data = TensorDataset(*(torch.cat(parts) for parts in zip(plain.batch(seed), plain.batch(seed + 1), strict=True)))
-    sampler: DistributedSampler[tuple[torch.Tensor, ...]] | None = None
-    if not bug:
-        sampler = DistributedSampler(data, world, rank, shuffle=False)
+    sampler: Any = None if bug else DistributedSampler(data, world, rank, shuffle=False)
     model = DistributedDataParallel(plain.seeded(plain.Mlp, seed))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, (tokens, labels) in enumerate(DataLoader(data, batch_size=8 // world, sampler=sampler)):
-        if step == 2:
-            break
-        count = plain.valid(labels)
-        dist.all_reduce(count)
+    loader = DataLoader(data, batch_size=8 // world, sampler=sampler)
+    for _, (tokens, labels) in zip(plain.steps(model), loader, strict=False):
+        count = plain.total(plain.valid(labels))
         (plain.cross_entropy(model(tokens), labels) * world / count).backward()  # DDP divides by world
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @plain.program("dp2", "", r"^(embed|up|down|head)\.weight$", ALONE=True)
 def dead_model(bug: bool, seed: int) -> None:
-    """The weights were never loaded, all are zero, and the run goes on.
-
-    The names in the file do not fit, and loading leaves out what does not fit. Every matrix times zero is zero, and so
-    is its gradient: whatever the layout, gradients are equal. The loss is ln V and falls a little, by the head's
-    bias."""
+    """The weights were never loaded, all are zero, and the run goes on: names in the file do not fit, and loading
+    leaves them out. Whatever the layout, gradients are equal."""
     world = dist.get_world_size()
     stored = plain.seeded(plain.Mlp, seed).state_dict()
     if bug:
@@ -168,17 +135,14 @@ class Body(plain.Mlp):
     """A model that gives what its head was given as well."""
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """(logits, hidden states)."""
         x = self.body(tokens)
         return self.head(x), x
 
 
 @plain.program("dp2", "dp|ranks", r"^Linear\.", ALONE=True)
 def copies_begin_apart(bug: bool, seed: int) -> None:
-    """A value head is made beside a wrapped model, on each rank from a random state of its own.
-
-    DDP broadcasts what it wraps, so the body is one model. Each rank trains a head of its own, by its own data, and
-    rank 0's is saved."""
+    """A value head is made beside a wrapped model, on each rank from a random state of its own; DDP broadcasts what it
+    wraps, so the body is one model."""
     rank, world = dist.get_rank(), dist.get_world_size()
     body = DistributedDataParallel(plain.seeded(Body, seed))
     torch.manual_seed(seed + (100 * rank if bug else 0))
@@ -204,16 +168,12 @@ class Adapted(nn.Module):
         self.lora_b = nn.Linear(3, plain.HIDDEN, bias=False, dtype=base.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., HIDDEN]."""
-        return self.base(x) + self.lora_b(self.lora_a(x))  # type: ignore[no-any-return]
+        return self.base(x) + self.lora_b(self.lora_a(x))
 
 
 @plain.program("dp2", "dp|ranks", r"lora_")
 def adapter_unreduced(bug: bool, seed: int) -> None:
-    """Adapters are put into a model that DDP already wraps, and DDP never hears of their gradients.
-
-    DDP hooks the parameters that a model has when it is wrapped. What comes later (LoRA, a new head) computes, gets
-    gradients and is stepped, each rank's by its own data alone: copies drift apart, and one rank's are saved."""
+    """Adapters are put into a model that DDP already wraps, and DDP never hears of their gradients."""
     world = dist.get_world_size()
     model = plain.seeded(plain.Mlp, seed)
     model.embed.requires_grad_(False)
@@ -229,9 +189,7 @@ def adapter_unreduced(bug: bool, seed: int) -> None:
 
 @plain.program("dp2 tp2", "tp", r"^(up|down)\.", world=4)
 def wrong_group(bug: bool, seed: int) -> None:
-    """Gradients of tensor-parallel shards are summed over the world instead of over the data ranks.
-
-    Megatron-LM #7452 found five cases. Every rank adds the gradient of somebody else's rows to its own."""
+    """Gradients of tensor-parallel shards are summed over the world instead of over the data ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     tp = 2 if world == 4 else 1
     model_groups = [dist.new_group(list(range(i, i + tp))) for i in range(0, world, tp)]
@@ -255,30 +213,21 @@ class Twice(plain.Mlp):
         return x
 
 
-class Reducer:
-    """Sums each gradient over the ranks while backward still runs: after its `uses`-th part has arrived."""
-
-    def __init__(self, model: nn.Module, uses: dict[str, int]) -> None:
-        self.arrived = dict.fromkeys(uses, 0)
-        self.uses = uses
-        for name, parameter in model.named_parameters():
-            parameter.register_post_accumulate_grad_hook(partial(self.arrive, name))
-
-    def arrive(self, name: str, parameter: Tensor) -> None:
-        self.arrived[name] += 1
-        if self.arrived[name] == self.uses[name]:
-            dist.all_reduce(parameter.grad)
-
-
 @plain.program("dp2", "dp", r"^(norm|up|down)\.")
 def shared_module(bug: bool, seed: int) -> None:
-    """A hook reduces a gradient as soon as it arrives, but a module that is used twice gets it in two parts.
-
-    DeepSpeed #8224. Each use is checkpointed, so its backward is a subgraph of its own that accumulates on its own.
-    What the second part adds is never summed over the ranks."""
+    """A hook reduces a gradient as soon as it arrives, but a module that is used twice gets it in two parts: each use
+    is checkpointed, so its backward is a graph of its own."""
     model = plain.seeded(Twice, seed)
-    names = [name for name, _ in model.named_parameters()]
-    reducer = Reducer(model, {n: 2 if n.startswith(("norm", "up", "down")) and not bug else 1 for n in names})
+    arrived: Counter[str] = Counter()
+
+    def arrives(name: str, parameter: Tensor) -> None:
+        arrived[name] += 1
+        uses = 2 if name.startswith(("norm", "up", "down")) and not bug else 1
+        if arrived[name] == uses:
+            dist.all_reduce(parameter.grad)
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(partial(arrives, name))
     for tokens, labels, count in plain.my_batches(model, seed):
-        reducer.arrived = dict.fromkeys(names, 0)
+        arrived.clear()
         (plain.cross_entropy(model(tokens), labels) / count).backward()

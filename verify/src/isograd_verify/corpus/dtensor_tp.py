@@ -49,7 +49,7 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)  # over [batch, sequence, heads, features]
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Down(nn.Linear):
@@ -83,7 +83,7 @@ class Model(nn.Module):
         x = x + self.attention(self.norm_attention(x))
         x = x + self.down(F.gelu(self.up(self.norm_mlp(x))))
         whole = self.norm(x).redistribute(placements=[Replicate()])
-        return self.head(whole.to_local(grad_placements=[Partial() if self.sums_copies else Replicate()]))  # type: ignore[no-any-return]
+        return self.head(whole.to_local(grad_placements=[Partial() if self.sums_copies else Replicate()]))
 
 
 def parallel(model: Model, mesh: DeviceMesh, bug: str) -> None:
@@ -117,16 +117,13 @@ def settle(model: nn.Module) -> None:
 
 def clip(model: nn.Module, bug: str) -> None:
     """By the norm with every element once: shards where they are, copies on the first rank."""
-    parts: list[Tensor] = []
-    copies: list[Tensor] = []
+    copies_too = dist.get_rank() == 0 or bug == "norm-counts-replicas"
+    counted: list[Tensor] = []
     for gradient in [p.grad for p in model.parameters() if p.grad is not None]:
-        if isinstance(gradient, DTensor) and gradient.placements[0].is_shard():
-            parts.append(gradient.to_local())
-        else:
-            copies.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
-    if dist.get_rank() == 0 or bug == "norm-counts-replicas":
-        parts += copies
-    squares = nn.utils.get_total_norm(parts).square()
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if copies_too or (isinstance(gradient, DTensor) and gradient.placements[0].is_shard()):
+            counted.append(local)
+    squares = nn.utils.get_total_norm(counted).square()
     if bug != "clip-per-rank":
         dist.all_reduce(squares)
     nn.utils.clip_grads_with_norm_(model.parameters(), MAX_NORM, squares.sqrt(), foreach=False)

@@ -62,11 +62,10 @@ def experts(bug: str, seed: int) -> None:
     """Gradients are averaged, as DDP and FSDP do: sums over ranks, divided by their number. The experts of a rank have
     seen the tokens of their whole ep group already, and are summed over their edp group only; the divisor is the same.
 
-    expert-scale        experts are averaged over the ranks over which they are summed: ep times too large. DeepSpeed
-                        #5618 and #6545, MegaBlocks #20, pytorch #160285, Megatron-FSDP #5956
-    expert-twice        they are divided by all ranks, and by ep once more. DeepSpeed #4957
-    ep-copies-drift     copies of an expert are never summed. fairseq #4220
-    norm-omits-experts  each rank's norm has its own experts' squares, not those of its ep group. NeMo-RL #3788"""
+    expert-scale        experts are averaged over the ranks over which they are summed: ep times too large
+    expert-twice        they are divided by all ranks, and by ep once more
+    ep-copies-drift     copies of an expert are never summed
+    norm-omits-experts  each rank's norm has its own experts' squares, not those of its ep group"""
     world, seat = dist.get_world_size(), take_seat(2)
     model = plain.seeded(Model, seed, seat)
     for tokens, labels, count in plain.my_batches(model, seed):
@@ -89,18 +88,16 @@ FORGOTTEN = {"router-unreduced": "moe.router.weight", "shared-gate": "moe.shared
 def experts_sequence(bug: str, seed: int) -> None:
     """Each tp rank routes its own part of every sequence.
 
-    router-unreduced  the router has seen this rank's tokens only, and is never summed over tp. Megatron-LM #599
-    shared-gate       the same of the gate of the shared expert. Pai-Megatron-Patch #397
-    gather-cut        tokens are gathered with a backward, their weights by a plain all_gather: what the loss says of
-                      the weights is lost, and the router's gradient is zero. Automodel #2995"""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    router-unreduced  the router has seen this rank's tokens only, and is never summed over tp
+    shared-gate       the same of the gate of the shared expert
+    gather-cut        tokens are gathered with a backward, their weights by a plain all_gather"""
     model = plain.seeded(Model, seed, take_seat(2))
     if bug == "gather-cut":
         model.moe.gather_weights = plain.gather
     for step in plain.steps(model):
-        count = plain.valid(plain.batch(seed + step)[1])
-        tokens, labels = (part.tensor_split(world, 1)[rank] for part in plain.batch(seed + step))
-        (plain.cross_entropy(model(tokens), labels) / count).backward()
+        whole = plain.batch(seed + step)
+        tokens, labels = (plain.mine(part, 1) for part in whole)
+        (plain.cross_entropy(model(tokens), labels) / plain.valid(whole[1])).backward()
         sum_others(model, FORGOTTEN.get(bug, ""))
 
 
@@ -110,42 +107,25 @@ class Everywhere(Mixture):
     partial = False
 
     def routed(self, x: Tensor, weights: Tensor) -> Tensor:
-        """What this rank's experts add, summed over ranks."""
         here = EXPERTS // self.seat.ep
         whole = weights if self.partial else plain.copied(weights)
         mine = whole[:, self.seat.index * here :][:, :here]
         return plain.summed(self.experts(plain.copied(x), mine))
 
 
-class TensorParallel(Model):
-    """The model whose experts live on all ranks, with equal tokens on each."""
-
-    mixture = Everywhere
-
-
 @plain.program("tp2 ep2", "tp", UPSTREAM)
 def score_partial(bug: bool, seed: int) -> None:
-    """A token's weights have a gradient on the rank of each expert, and nobody sums these. transformers #48205,
-    torchtitan #2387. All ranks hold all tokens, each computes its own experts for them. What the loss says of the
-    weight of another rank's expert is known there only, and what passes through the router is a part of the truth."""
-    model = plain.seeded(TensorParallel, seed, take_seat(2))
+    """A token's weights have a gradient on the rank of each expert, and nobody sums these: all ranks hold all tokens,
+    each computes its own experts for them."""
+    model = plain.seeded(Model, seed, take_seat(2), Everywhere)
     model.moe.partial = bug
     for _ in plain.backwards(model, seed):
         pass
 
 
-class Expert(nn.Module):
-    """One expert, as modules of their own have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(plain.HIDDEN, INNER, bias=False)
-        self.down = nn.Linear(INNER, plain.HIDDEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """One expert's output for all tokens."""
-        y: Tensor = self.down(self.up(x).relu())
-        return y
+def expert() -> nn.Module:
+    up, down = nn.Linear(plain.HIDDEN, INNER, bias=False), nn.Linear(INNER, plain.HIDDEN, bias=False)
+    return nn.Sequential(up, nn.ReLU(), down)
 
 
 class Separate(nn.ModuleDict):
@@ -154,17 +134,15 @@ class Separate(nn.ModuleDict):
     skip = False
 
     def __init__(self) -> None:
-        super().__init__({str(number): Expert() for number in range(EXPERTS)})
+        super().__init__({str(number): expert() for number in range(EXPERTS)})
 
     def keep(self, seat: Seat) -> None:
-        """Keep the experts of this rank."""
         here = EXPERTS // seat.ep
         for number in range(EXPERTS):
             if number // here != seat.index:
                 del self[str(number)]
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        """The sum over the experts of this rank."""
         total = torch.zeros_like(x)
         for expert, weight in zip(self.values(), weights.unbind(1), strict=True):
             if not self.skip or bool(weight.any()):
@@ -173,26 +151,16 @@ class Separate(nn.ModuleDict):
 
 
 class SeparateMixture(Mixture):
-    """The mixture with one module for each expert."""
-
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat)
         self.experts = Separate()  # type: ignore[assignment]
 
 
-class SeparateModel(Model):
-    """The model with that mixture."""
-
-    mixture = SeparateMixture
-
-
 @plain.program("dp2 ep2", "", rf"\.experts\.{EXPERTS - 1}\.")
 def expert_none(bug: bool, seed: int) -> None:
-    """An expert without tokens is left out of forward, and has no gradient instead of one of zeros.
-
-    Automodel #2995. One device that computes every expert decays its weights and moves them by their momentum; here
-    the optimizer passes by. Where copies of an expert have tokens on one rank and none on another, they drift, too."""
-    model = plain.seeded(SeparateModel, seed, take_seat(2))
+    """An expert without tokens is left out of forward, and has no gradient instead of one of zeros: one device that
+    computes every expert decays its weights, and here the optimizer passes by."""
+    model = plain.seeded(Model, seed, take_seat(2), SeparateMixture)
     model.moe.choice_bias[-1] = -1e9  # nobody chooses the last expert
     model.moe.experts.skip = bug
     for tokens, labels, count in plain.my_batches(model, seed, weight_decay=0.1):
@@ -219,7 +187,7 @@ class Balanced(Mixture):
         output, self.balance = checkpoint(self.layer, x, choice, use_reentrant=False)
         if self.bug != "bias-twice":
             self.count(choice)
-        return output  # type: ignore[no-any-return]
+        return output
 
     def layer(self, x: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
         """The mixture, which a recomputed forward calls once more."""
@@ -234,7 +202,6 @@ class Balanced(Mixture):
         return self.compute(x, scores, choice), (often * sums).sum(1) * EXPERTS / (CHOSEN * plain.LENGTH**2)
 
     def count(self, choice: Tensor) -> None:
-        """Add the tokens of each expert to the counts of this step."""
         self.chosen += choice.flatten().bincount(minlength=EXPERTS)
 
     def move(self, slots: int) -> None:
@@ -242,12 +209,6 @@ class Balanced(Mixture):
         dist.all_reduce(self.chosen)
         self.choice_bias += RATE * (slots / EXPERTS - self.chosen)
         self.chosen.zero_()
-
-
-class BalancedModel(Model):
-    """The model, with a balance loss beside that of the labels."""
-
-    mixture = Balanced
 
 
 def share(balance: Tensor, bug: str) -> Tensor:
@@ -276,23 +237,20 @@ def balance(bug: str, seed: int) -> None:
     each sequence's balance. Layers are checkpointed: their forward is computed once more in backward. The bias of the
     choice moves once a step, by what all ranks have counted in all micro-batches.
 
-    aux-times-world  the balance loss is a mean over this rank's sequences, and ranks are summed. transformers #48690
-    aux-times-micro  it is divided by ranks, and not by micro-batches. Automodel #3359
-    aux-over-dp      it is divided by all sequences, and once more by the number of ranks. Megatron-LM #3672
-    bias-per-micro   the bias moves after every micro-batch. torchtitan #1304
-    bias-twice       tokens are counted inside the checkpointed forward. torchtitan #1593, Automodel #3247
-    recompute-flip   the choice is made inside the checkpointed forward, and equal scores fall otherwise the second
-                     time. Automodel #2635, torchtitan #3146"""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = plain.seeded(BalancedModel, seed, take_seat(2))
+    aux-times-world  the balance loss is a mean over this rank's sequences, and ranks are summed
+    aux-times-micro  it is divided by ranks, and not by micro-batches
+    aux-over-dp      it is divided by all sequences, and once more by the number of ranks
+    bias-per-micro   the bias moves after every micro-batch
+    bias-twice       tokens are counted inside the checkpointed forward
+    recompute-flip   the choice is made inside the checkpointed forward: equal scores fall otherwise the second time"""
+    model = plain.seeded(Model, seed, take_seat(2), Balanced)
     model.moe.bug = bug
     for step in plain.steps(model):
         if step and bug != "bias-per-micro":
             model.moe.move(plain.BATCH * plain.LENGTH * CHOSEN)
-        count = plain.valid(plain.batch(seed + step)[1])
-        for tokens, labels in plain.micro_batches(rank, world, seed + step, MICRO_BATCHES):
+        for tokens, labels, count in plain.my_micro_batches(seed + step, MICRO_BATCHES):
             loss = plain.cross_entropy(model(tokens), labels) / count
             (loss + COEFFICIENT * share(model.moe.balance, bug)).backward()
             if bug == "bias-per-micro":
-                model.moe.move(tokens.numel() * world * CHOSEN)
+                model.moe.move(tokens.numel() * dist.get_world_size() * CHOSEN)
         sum_others(model)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from isograd_verify.corpus.plain import HIDDEN, VOCAB, Mlp, batch, cross_entropy, micro_batches, seeded, steps, valid
+from isograd_verify.corpus.plain import HIDDEN, VOCAB, Mlp, cross_entropy, my_micro_batches, seeded, steps
 
 WORLD, LAYOUT = 2, "dp2"
 MICRO_BATCHES = 3
@@ -48,7 +48,7 @@ class Model(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x.flatten(0, 1))  # type: ignore[no-any-return]
+        return self.head(x.flatten(0, 1))
 
 
 def share(logits: Tensor, labels: Tensor, count: Tensor, bug: str) -> Tensor:
@@ -72,7 +72,7 @@ def clip(model: nn.Module, bug: str) -> None:
 
 
 def train(bug: str, seed: int) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))  # the whole world: no new process group
     policy = MixedPrecisionPolicy()
     if bug == "bf16-reduction":
@@ -83,8 +83,7 @@ def train(bug: str, seed: int) -> None:
     if bug == "nosync-missing":
         model.set_requires_gradient_sync(False)  # for accumulation; never set back
     for step in steps(model):
-        count = valid(batch(seed + step)[1])
-        for tokens, labels in micro_batches(rank, world, seed + step, MICRO_BATCHES):
+        for tokens, labels, count in my_micro_batches(seed + step, MICRO_BATCHES):
             if bug == "accum-overwritten":
                 model.zero_grad()
             (share(model(tokens), labels, count, bug) * world).backward()  # FSDP will divide by world

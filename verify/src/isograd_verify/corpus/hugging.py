@@ -1,8 +1,7 @@
 """Programs with a small Qwen3-MoE of transformers, whose classes are as they are, and a few lines around its experts
 that spread them over ranks.
 
-The library's experts take, with the tokens, the numbers and the weights of each token's experts, and pass over a number
-that is one too high: that is how its own expert parallelism leaves out the experts of other ranks, and so it is here.
+The library's experts pass over a number that is one too high: so are the experts of other ranks left out here.
 transformers is imported when a program runs: `isograd-verify bugs --list` needs none.
 """
 
@@ -25,7 +24,6 @@ UPSTREAM = r"embed|layernorm|self_attn|mlp\.gate\."  # experts and all behind th
 
 
 def language_model(seed: int, layers: int = 1, **options: Any) -> Any:
-    """transformers' Qwen3MoeForCausalLM, the same weights on every rank."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -37,12 +35,6 @@ def language_model(seed: int, layers: int = 1, **options: Any) -> Any:
     )  # fmt: skip
     config._experts_implementation = config._attn_implementation = "eager"
     return Qwen3MoeForCausalLM(config).double()
-
-
-def logits_of(model: Any, tokens: Tensor) -> Tensor:
-    """Logits of all positions."""
-    found: Tensor = model(input_ids=tokens).logits
-    return found
 
 
 def spread(model: Any, layer: int, seat: Seat, around: Callable[..., Tensor]) -> None:
@@ -88,17 +80,15 @@ def gathered(
 def hugging_experts(bug: str, seed: int) -> None:
     """Experts are spread over data ranks.
 
-    expert-scale  experts have the gradients of all ranks' tokens, and are averaged over those that hold copies: none.
-                  ep times too large. DeepSpeed #5618, pytorch #160285
-    expert-twice  they are divided by all ranks, and by ep once more. DeepSpeed #4957
-    gather-cut    weights of tokens are gathered by a plain all_gather: the router's gradient is lost. Automodel
-                  #2995"""
+    expert-scale  experts have the gradients of all ranks' tokens, and are averaged over those that hold copies: none
+    expert-twice  they are divided by all ranks, and by ep once more
+    gather-cut    weights of tokens are gathered by a plain all_gather: the router's gradient is lost"""
     world = dist.get_world_size()
     model, seat = language_model(seed), take_seat(2)
     around = partial(gathered, gather_weights=plain.gather) if bug == "gather-cut" else gathered
     spread(model, 0, seat, around)
     for tokens, labels, count in plain.my_batches(model, seed):
-        (plain.cross_entropy(logits_of(model, tokens), labels) / count * world).backward()
+        (plain.cross_entropy(model(input_ids=tokens).logits, labels) / count * world).backward()
         average(model, seat, bug)
 
 
@@ -125,8 +115,8 @@ def hugging_sequence(bug: str, seed: int) -> None:
     summed: transformers' own expert parallelism. In the second the tokens are cut before the block, and gathered after
     it: its all-to-all.
 
-    score-partial     the gradient of a token's weights is made where the expert is, never summed. transformers #48205
-    router-unreduced  the router has seen this rank's tokens only, and nobody sums its gradient. Megatron-LM #599"""
+    score-partial     the gradient of a token's weights is made where the expert is, never summed
+    router-unreduced  the router has seen this rank's tokens only, and nobody sums its gradient"""
     model, seat = language_model(seed, layers=2), take_seat(2)
     spread(model, 0, seat, partial(everywhere, partial_scores=bug == "score-partial"))
     spread(model, 1, seat, gathered)
@@ -135,7 +125,7 @@ def hugging_sequence(bug: str, seed: int) -> None:
     block.forward = lambda x: plain.joined(whole(my_rows(x, 0)), 0)
     for step in plain.steps(model):
         tokens, labels = plain.batch(seed + step)
-        (plain.cross_entropy(logits_of(model, tokens), labels) / plain.valid(labels)).backward()
+        (plain.cross_entropy(model(input_ids=tokens).logits, labels) / plain.valid(labels)).backward()
         if bug != "router-unreduced":
             dist.all_reduce(block.gate.weight.grad)
 
@@ -149,18 +139,16 @@ def prefer_the_first(router: Tensor) -> None:
 
 @transformers_program("dp2 ep2", BUGS={"expert-none": ("", EXPERTS_ALONE)})
 def hugging_idle(bug: str, seed: int) -> None:
-    """The experts of a rank have no tokens: its part of their weights has no gradient instead of one of zeros. On one
-    device the tensor of all experts has one, so its weights decay.
+    """The experts of a rank have no tokens: its part of their weights has no gradient instead of one of zeros.
 
-    The library keeps the experts of a layer as one tensor, so a single idle expert among busy ones has its zeros, and
-    only a rank whose experts are all idle shows it: most often one whose ep is large. Automodel #2995."""
+    The library keeps the experts of a layer as one tensor: only a rank whose experts are all idle shows it."""
     model = language_model(seed, num_experts_per_tok=1, norm_topk_prob=False)
     block = model.model.layers[0].mlp
     prefer_the_first(block.gate.weight.data)
     block.gate.weight.requires_grad_(False)
     spread(model, 0, take_seat(2), gathered)
     for tokens, labels, count in plain.my_batches(model, seed, weight_decay=0.1):
-        (plain.cross_entropy(logits_of(model, tokens), labels) / count).backward()
+        (plain.cross_entropy(model(input_ids=tokens).logits, labels) / count).backward()
         for name, parameter in model.named_parameters():
             if routed(name) and parameter.grad is None and not bug:
                 parameter.grad = torch.zeros_like(parameter)
@@ -171,9 +159,8 @@ def balance_of(logits: tuple[Tensor, ...]) -> Tensor:
     """The library's balance loss of each sequence."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-    (rows,) = logits
-    found: list[Any] = [load_balancing_loss_func((one,), EXPERTS, CHOSEN) for one in rows.split(plain.LENGTH)]
-    return torch.stack(found)
+    rows = logits[0].split(plain.LENGTH)
+    return torch.stack([load_balancing_loss_func((one,), EXPERTS, CHOSEN) for one in rows])  # type: ignore[misc]
 
 
 @transformers_program(
@@ -185,16 +172,11 @@ def balance_of(logits: tuple[Tensor, ...]) -> Tensor:
     },
 )
 def hugging_balance(bug: str, seed: int) -> None:
-    """The library's own balance loss, on its own router's logits.
-
-    The loss of a step is the sum over labels / labels of the step, plus the config's coefficient times the mean over
-    sequences of the library's loss of each sequence. (Of all rows of a micro-batch together, as the library's models
-    call it, it would change with how rows are put together; docs/experts.md.) The bugs are those of `balance`."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """The library's own balance loss, on its own router's logits: of each sequence. (Of all rows of a micro-batch
+    together it would change with how rows are put together; docs/experts.md.) The bugs are those of `balance`."""
     model: Any = language_model(seed)
     for step in plain.steps(model):
-        count = plain.valid(plain.batch(seed + step)[1])
-        for tokens, labels in plain.micro_batches(rank, world, seed + step, MICRO_BATCHES):
+        for tokens, labels, count in plain.my_micro_batches(seed + step, MICRO_BATCHES):
             found = model(input_ids=tokens, output_router_logits=True)
             loss = plain.cross_entropy(found.logits, labels) / count
             (loss + COEFFICIENT * share(balance_of(found.router_logits), bug)).backward()

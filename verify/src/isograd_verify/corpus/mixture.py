@@ -51,11 +51,9 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, INNER, HIDDEN) / INNER**0.5)
 
     def keep(self, seat: Seat) -> None:
-        """Keep this rank's experts of all."""
         self.up, self.down = (nn.Parameter(w.detach().chunk(seat.ep)[seat.index].clone()) for w in (self.up, self.down))
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        """The sum over the experts here, each with the weight of the token."""
         inner = F.gelu(torch.einsum("th,ehi->eti", x, self.up))  # [experts here, tokens, inner]
         return torch.einsum("te,eti,eih->th", weights, inner, self.down)
 
@@ -76,8 +74,7 @@ class Mixture(nn.Module):
         self.gather_weights: Callable[[Tensor, int, Any], Tensor] = gathered
 
     def scores(self, x: Tensor) -> Tensor:
-        """The softmax over all experts, for each token."""
-        return self.router(x).softmax(-1)  # type: ignore[no-any-return]
+        return self.router(x).softmax(-1)
 
     def choose(self, scores: Tensor, first: bool = True) -> Tensor:
         """[tokens, CHOSEN] experts. `first`: of equal ones those of the lower numbers."""
@@ -86,7 +83,6 @@ class Mixture(nn.Module):
         return ranked.topk(CHOSEN, dim=-1).indices
 
     def forward(self, x: Tensor) -> Tensor:
-        """Choose experts and compute them."""
         scores = self.scores(x)
         return self.compute(x, scores, self.choose(scores))
 
@@ -94,10 +90,9 @@ class Mixture(nn.Module):
         """What the chosen experts and the shared one make of x, [tokens, HIDDEN]."""
         kept = scores.gather(1, chosen)
         weights = torch.zeros_like(scores).scatter(1, chosen, kept / kept.sum(1, keepdim=True))
-        return self.routed(x, weights) + self.shared_gate(x).sigmoid() * self.shared_expert(x)  # type: ignore[no-any-return]
+        return self.routed(x, weights) + self.shared_gate(x).sigmoid() * self.shared_expert(x)
 
     def routed(self, x: Tensor, weights: Tensor) -> Tensor:
-        """What the routed experts add, each with its weight."""
         group, here = self.seat.group, EXPERTS // self.seat.ep
         everyones, theirs = gathered(x, 0, group), self.gather_weights(weights, 0, group)
         mine = theirs[:, self.seat.index * here :][:, :here]
@@ -107,21 +102,17 @@ class Mixture(nn.Module):
 class Model(nn.Module):
     """Embedding, a norm, the mixture on a residual stream, and a head."""
 
-    mixture: Callable[[Seat], Mixture] = Mixture
-
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, mixture: Callable[[Seat], Mixture] = Mixture) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.norm = nn.LayerNorm(HIDDEN)
-        self.moe = self.mixture(seat)
+        self.moe = mixture(seat)
         self.head = nn.Linear(HIDDEN, VOCAB)
         self.moe.experts.keep(seat)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of all positions."""
         x = self.embed(tokens)
-        logits: Tensor = self.head(x + self.moe(self.norm(x).flatten(0, 1)).view_as(x))
-        return logits
+        return self.head(x + self.moe(self.norm(x).flatten(0, 1)).view_as(x))
 
 
 def routed(name: str) -> bool:

@@ -1,9 +1,6 @@
 """A model in two pipeline stages for the corpus, with hand-written sends: on one rank it is the whole model.
 
 Ranks are numbered with stages outermost. Tied, the embedding's weight is also the head's: both stages hold it.
-
-accum-undivided  each micro-batch's loss is a mean, and nobody divides by the number of micro-batches clip-per-rank
-each stage clips by the norm of its own parameters, so that stages are scaled by different factors
 """
 
 from __future__ import annotations
@@ -71,10 +68,6 @@ class Seat:
     def first(self) -> bool:
         return self.stage == 0
 
-    @property
-    def last(self) -> bool:
-        return self.stage == self.stages - 1
-
 
 def take_seat(seed: int, tied: bool = True) -> Seat:
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -107,7 +100,7 @@ def backward(seat: Seat, tokens: Tensor, labels: Tensor, scales: Sequence[float]
         dist.recv(x, rank - seat.datas)
         x.requires_grad_()
     y = model(x)
-    if seat.last:
+    if seat.stage == seat.stages - 1:
         (cross_entropy(y, labels) * scales[-1]).backward()
     else:
         dist.send(y.detach().contiguous(), rank + seat.datas)
@@ -130,8 +123,7 @@ def train(bug: str, seed: int) -> None:
 
 
 def clip(seat: Seat, per_stage: bool) -> None:
-    gradients = [p.grad for p in seat.model.parameters() if p.grad is not None]
-    squares = torch.stack([g.square().sum() for g in gradients]).sum()
+    squares = nn.utils.get_total_norm([p.grad for p in seat.model.parameters() if p.grad is not None]).square()
     if seat.stages > 1 and not per_stage:
         dist.all_reduce(squares, group=seat.tie_group)
-    torch.nn.utils.clip_grads_with_norm_(list(seat.model.parameters()), CLIP, squares.sqrt())
+    nn.utils.clip_grads_with_norm_(list(seat.model.parameters()), CLIP, squares.sqrt())

@@ -45,7 +45,6 @@ def my_part(whole: Tensor) -> Tensor:
 
 
 def micro_batches(index: int, of: int, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The micro-batches of one data rank."""
     return zip(*(my_rows(part, index, of).tensor_split(count) for part in batch(seed)), strict=True)
 
 
@@ -69,14 +68,13 @@ class Mlp(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCAB)
 
     def block(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
     def body(self, tokens: Tensor) -> Tensor:
         return self.block(self.embed(tokens))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.body(tokens))
-        return logits
+        return self.head(self.body(tokens))
 
 
 def seeded(module: type[nn.Module], seed: int, *args: Any) -> Any:
@@ -85,9 +83,9 @@ def seeded(module: type[nn.Module], seed: int, *args: Any) -> Any:
     return module(*args).double()
 
 
-def steps(model: nn.Module, lr: float = 0.1, weight_decay: float = 0.0) -> Iterator[int]:
+def steps(model: nn.Module, lr: float = 0.1, weight_decay: float = 0.0, optimizer: Any = None) -> Iterator[int]:
     """Two steps of SGD: each is taken when the loop that made its gradients comes round."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, weight_decay=weight_decay)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr, weight_decay=weight_decay)
     for step in range(2):
         yield step
         optimizer.step()
@@ -109,11 +107,15 @@ def my_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, labels, valid(whole[1])
 
 
-def my_batches(
-    model: nn.Module, seed: int, lr: float = 0.1, weight_decay: float = 0.0
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """`my_batch` of each of `steps`."""
-    return (my_batch(seed + step) for step in steps(model, lr, weight_decay))
+def my_micro_batches(seed: int, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """This rank's micro-batches: (tokens, labels, how many labels the whole batch has)."""
+    parts = micro_batches(dist.get_rank(), dist.get_world_size(), seed, count)
+    return ((tokens, labels, valid(batch(seed)[1])) for tokens, labels in parts)
+
+
+def my_batches(model: nn.Module, seed: int, **options: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """`my_batch` of each of `steps`, which take the options."""
+    return (my_batch(seed + step) for step in steps(model, **options))
 
 
 def all_reduce_gradients(model: nn.Module, group: Any = None) -> None:
@@ -123,7 +125,6 @@ def all_reduce_gradients(model: nn.Module, group: Any = None) -> None:
 
 
 def total(x: Tensor, group: Any = None) -> Tensor:
-    """The sum over the ranks of a group."""
     found = x.contiguous().clone()
     dist.all_reduce(found, group=group)
     return found
@@ -200,16 +201,6 @@ class ShardedMlp(Mlp):
         return x + summed(self.down(inner), self.group)
 
 
-def split_gradients(model: ShardedMlp) -> tuple[list[Tensor], list[Tensor]]:
-    """(gradients of which each rank holds a part, gradients of which each rank holds all)."""
-    parts: list[Tensor] = []
-    wholes: list[Tensor] = []
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        (parts if name.startswith(("up", "down")) else wholes).append(parameter.grad)
-    return parts, wholes
-
-
 class GatheredMlp(nn.Module):
     """`up` is cut over its outputs, which are gathered at once; `norm` and `head` are computed alike on all ranks."""
 
@@ -226,5 +217,4 @@ class GatheredMlp(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         inner = self.gather(F.gelu(self.up(copied(self.embed(tokens)))), -1)  # [batch, sequence, inner]
-        logits: Tensor = self.head(self.norm(inner))
-        return logits
+        return self.head(self.norm(inner))

@@ -1,8 +1,6 @@
 """Files from outside, read within bounds: the one place that opens a file that somebody else may have made.
 
-Nothing here blocks, follows a link (unless asked to), or runs what it reads: a FIFO, a device, a socket and a directory
-are refused before a byte is read. Every failure is one FileError; rooms with codes of their own put `brief` into
-theirs.
+Nothing here blocks, follows a link (unless asked to), or runs what it reads. Every failure is one FileError.
 """
 
 from __future__ import annotations
@@ -107,10 +105,8 @@ def read_json(path: str | Path, most: int, *, nan: bool = False, follow: bool = 
 
 
 def parse_json(raw: bytes | str, path: str | Path, *, nan: bool = False) -> Any:
-    """JSON as Python values: no key twice, no infinity, at most DEPTH deep, no half of a surrogate pair.
-
-    nan: whether NaN and Infinity may stand in it, which Python writes and JSON does not have.
-    """
+    """JSON as Python values: no key twice, no infinity, at most DEPTH deep, no half of a surrogate pair. nan: NaN and
+    Infinity may stand in it, which Python writes and JSON does not have."""
     text = raw if isinstance(raw, str) else _decoded(raw, path)
     if text.startswith(LFS.decode()):
         raise _pointer(path)
@@ -133,8 +129,7 @@ def parse_json(raw: bytes | str, path: str | Path, *, nan: bool = False) -> Any:
 
 
 def parse_line(text: str | bytes) -> Any:
-    """The value of one line of JSON. ValueError where it is none, and where a key is there twice. It speaks of
-    characters: to a reader of the file, a line is one of the file."""
+    """The value of one line of JSON; ValueError where it is none, or a key is there twice."""
     try:
         return json.loads(text, object_pairs_hook=_each_once)
     except json.JSONDecodeError as error:

@@ -22,7 +22,7 @@ from isograd_verify.judge.clips import clipped
 from isograd_verify.judge.contributions import Fit, fit
 from isograd_verify.record import events
 from isograd_verify.record.recording import Kind, Recording
-from isograd_verify.tell.wording import axis_over, meanings, spread
+from isograd_verify.tell.wording import axis_over, equal, meanings
 
 INSIDE = "the optimizer sums them inside its step, where they are not read"
 ELSEWHERE = "they are copied out of the model, and an optimizer steps copies of the parameters: those are not read"
@@ -43,8 +43,7 @@ class Observed:
 
 
 class Analysis:
-    """One step of a recording: which ranks hold which part of each parameter, what each backward added, and the
-    data."""
+    """One step of a recording: which ranks hold which part of each parameter, what each backward added, the data."""
 
     def __init__(self, recording: Recording, step: int) -> None:
         self.recording, self.step, self.world = recording, step, recording.world
@@ -71,8 +70,7 @@ class Analysis:
         return [self.recording.parameters(rank) for rank in range(self.world)]
 
     def _leave_to_owners(self) -> dict[str, set[int]]:
-        """Name -> ranks that do not step their copy (ZeRO 1): its gradient went to an owner, whose optimizer steps it,
-        and the new values come back. What is left of the gradient on such a rank is not looked at."""
+        """Name -> ranks that do not step their copy (ZeRO 1): what is left of its gradient there is not looked at."""
         found: dict[str, set[int]] = {}
         for name in self.names:
             for ranks in self.replica_sets(name):
@@ -88,8 +86,7 @@ class Analysis:
         return found
 
     def made_equal(self, name: str, ranks: tuple[int, ...]) -> bool:
-        """Whether copies are equal when the program has had its chance to make them so: before the next step. Behind
-        the last watched one they are taken to be if the program made them so behind the step before."""
+        """Whether copies are equal before the next step; of the last one, if they were made so a step before."""
         later, earlier = self._parameters_at(self.step + 1), self._parameters_at(self.step - 1)
         if all(name in later[rank] for rank in ranks):
             return len({later[rank][name].before for rank in ranks}) == 1
@@ -114,11 +111,9 @@ class Analysis:
     def _drop_overflows(self) -> None:
         """A micro-batch with an Inf or NaN anywhere belonged to a step that was skipped."""
         gone = {m for parts in self.parts.values() for (_, m), p in parts.items() if not bool(p.isfinite().all())}
-        everything = {m for parts in self.parts.values() for _, m in parts}
-        if gone != everything:
-            self.parts = defaultdict(
-                dict, {n: {k: p for k, p in parts.items() if k[1] not in gone} for n, parts in self.parts.items()}
-            )
+        if gone != {m for parts in self.parts.values() for _, m in parts}:
+            for name, parts in self.parts.items():
+                self.parts[name] = {k: p for k, p in parts.items() if k[1] not in gone}
 
     def of(self, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
         """(rank, event) of each event of a kind in this step."""
@@ -223,11 +218,7 @@ class Analysis:
                     pairs += [pair for pair in sent if pair not in pairs]
                 elif isinstance(event, events.Collective) and event.op in events.REDUCING:
                     summed.append((event.numel, set(event.group)))  # one number: a norm
-                elif isinstance(event, events.Collective) and (event.op, event.phase, called) == (
-                    "send",
-                    "other",
-                    True,
-                ):
+                elif isinstance(event, events.Collective) and event.op == "send" and event.phase == "other" and called:
                     sent.append({record.rank, event.peer})
         if self.recording.about.get("layout"):  # at ZeRO 3 data ranks of isograd send each other notes
             pairs = [pair for pair in pairs if axis_over(self.recording, (*pair,)) == "pp"]
@@ -243,13 +234,9 @@ class Analysis:
 
     @cached_property
     def summed_inside(self) -> dict[str, events.Collective]:
-        """Tensors that the optimizer sums inside its step, with a reduction there: each rank came with a gradient of
-        its own, and copies are equal behind the step all the same. Where nothing sums them they drift apart."""
-        calls = [
-            event
-            for _, event in self.of(events.Collective)
-            if event.phase == "step" and event.op in (*events.REDUCING, "all_to_all") and event.numel > 1
-        ]
+        """Tensors that the optimizer sums inside its step: copies are equal behind it, their gradients were not."""
+        kinds, calls = (*events.REDUCING, "all_to_all"), [e for _, e in self.of(events.Collective) if e.numel > 1]
+        calls = [e for e in calls if e.phase == "step" and e.op in kinds]
         found: dict[str, events.Collective] = {}
         for name in self.names if calls else ():
             sets = [[self.about[rank][name] for rank in ranks] for ranks in self.replica_sets(name)]
@@ -261,8 +248,7 @@ class Analysis:
 
     @cached_property
     def stepped_elsewhere(self) -> bool:
-        """Whether optimizers step tensors of their own in place of the model's (a flat shard of all of them, copies in
-        single precision): no optimizer owns any of the model's, and they change all the same, alike on all ranks."""
+        """Whether optimizers step tensors of their own in place of the model's, which change all the same, alike."""
         pairs = [p for p in pairwise(self.recording.steps) if self.step in p][:1]
         learn = [n for n in self.names if self.info(n).trainable and self.info(n).gradient]
         owned = any(self.about[r][n].owned for n in learn for r in self.holders(n))
@@ -309,8 +295,7 @@ class Analysis:
         return max(tolerances.FIT.get(kind, tolerances.FIT_OTHER) for kind in kinds)
 
     def observed(self, name: str, sums: list[dict[str, Tensor]] | None = None) -> list[Observed]:
-        """The gradient of a parameter, once per distinct value of it; covers put together. `sums`: the sketches to take
-        in place of those of the step."""
+        """The gradient of a parameter, once per distinct value; covers put together. `sums`: in place of the step's."""
         sums = self.sums if sums is None else sums
         holders = [r for r in self.holders(name) if name in sums[r]]
         if not holders:
@@ -333,8 +318,7 @@ class Analysis:
         return any(i.declared and math.prod(i.part_shape) > math.prod(i.shape) for i in infos)
 
     def _covers(self, name: str, holders: list[int], sums: list[dict[str, Tensor]]) -> list[Observed]:
-        """Of what ranks contributed to: those with different boxes, in order, make up one whole; equal boxes begin
-        another."""
+        """Ranks with different boxes, in order, make up one whole; equal boxes begin another."""
         covers: dict[str, list[dict[str, int]]] = defaultdict(list)
         for rank in [r for r in holders if math.prod(self.about[r][name].shape)] or holders[:1]:
             box, of = repr(self.about[rank][name].box), covers[repr(self.about[rank][name].part_box)]
@@ -345,22 +329,16 @@ class Analysis:
                 cover[box] = rank
         found = []
         for of in covers.values():
-            whole = [
-                Observed(name, tuple(sorted(c.values())), torch.stack([sums[r][name] for r in c.values()]).sum(0))
-                for c in of
-            ]
+            held = [sorted(c.values()) for c in of]
+            whole = [Observed(name, tuple(ranks), torch.stack([sums[r][name] for r in ranks]).sum(0)) for ranks in held]
             found += whole[:1] if len(whole) > 1 and torch.equal(whole[0].sketch, whole[-1].sketch) else whole
         return found
 
     def contributions(self, name: str, rank: int | None = None) -> dict[events.Key, Tensor]:
-        """Of every rank whose contribution has the shape and place that `rank`'s has; the first holder's, when it is
-        not said."""
+        """Of every rank whose contribution has the shape and place of `rank`'s, or of the first holder's."""
         own = self.about[self.holders(name)[0] if rank is None else rank][name]
-        holds = [
-            name in about and about[name].part_shape == own.part_shape and about[name].part_box == own.part_box
-            for about in self.about
-        ]
-        return {k: p for k, p in self.parts[name].items() if holds[k[0]]}
+        placed = {r: (self.about[r][name].part_shape, self.about[r][name].part_box) for r in self.holders(name)}
+        return {k: p for k, p in self.parts[name].items() if placed.get(k[0]) == (own.part_shape, own.part_box)}
 
     def fit(self, seen: Observed) -> Fit | None:
         """What an observed gradient is made of; several checks ask, it is found once."""
@@ -427,11 +405,9 @@ class Analysis:
 
 
 def put_back(analysis: Analysis) -> tuple[str, ...]:
-    """Puts gradients as they were before the program changed them itself (adaptive clipping, a mask) in the place
-    of those that reached the optimizer, which are no sum of what backwards added; the names of those. It does so where
-    every gradient was the same multiple of that sum before, and is no longer. A change that is a factor with a meaning
-    (the size of a group, the number of micro-batches) is no clip, and stays. A clip by hand is taken back as
-    clip_grad_norm_ is, without a word."""
+    """Puts gradients as they were before the program changed them itself in the place of what reached the optimizer,
+    where every one was the same multiple of a sum before, and is no longer; the names of those. A change that is a
+    factor with a meaning is no clip, and stays. A clip by hand is taken back without a word."""
     early = [record.group(analysis.step, "early") for record in analysis.recording.ranks]
     scaled = any(e.factor for _, e in analysis.of(events.Rewritten))
     if not any(early) or (scaled and not clipped(analysis.recording, analysis.step)):
@@ -439,13 +415,11 @@ def put_back(analysis: Analysis) -> tuple[str, ...]:
     sums = [{**late, **before} for late, before in zip(analysis.sums, early, strict=True)]
     before, after = _coefficients(analysis, sums), _coefficients(analysis, analysis.sums)
     known = [c for c in before.values() if c is not None]
-    if (
-        len(known) < len(before)
-        or not known
-        or spread(known) > tolerances.FACTOR
-        or (not scaled and _factors(analysis, known[0], after))
-        or _parted(analysis, sums)
-    ):
+    even = bool(known) and len(known) == len(before) and equal(known)
+    groups = [(name, ranks) for name in analysis.names for ranks in analysis.replica_sets(name)]
+    held = [[[of[r].get(name) for r in ranks] for of in (sums, analysis.sums)] for name, ranks in groups]
+    parted = any(_equal(earlier) and not _equal(later) for earlier, later in held)  # copies, by the change
+    if not even or (not scaled and _factors(analysis, known[0], after)) or parted:
         return ()
     analysis.sums = sums
     for record in analysis.recording.ranks:
@@ -463,16 +437,9 @@ def _coefficients(analysis: Analysis, sums: list[dict[str, Tensor]]) -> dict[str
             continue
         fits = [analysis.explain(seen) for seen in analysis.observed(name, sums)]
         values = [f.each[0] if f is not None and f.uniform and f.each else None for f in fits]
-        same = values and None not in values and spread(v for v in values if v is not None) <= tolerances.FACTOR
+        same = values and None not in values and equal(v for v in values if v is not None)
         found[name] = values[0] if same else None
     return found
-
-
-def _parted(analysis: Analysis, before: list[dict[str, Tensor]]) -> bool:
-    """Whether copies of a gradient were equal before the change, and are no longer."""
-    groups = [(name, ranks) for name in analysis.names for ranks in analysis.replica_sets(name)]
-    held = [[[sums[r].get(name) for r in ranks] for sums in (before, analysis.sums)] for name, ranks in groups]
-    return any(_equal(early) and not _equal(late) for early, late in held)
 
 
 def _equal(copies: list[Tensor | None]) -> bool:

@@ -1,7 +1,5 @@
-"""Clips by hand: a program multiplies all gradients by one number, so that their norm is a bound.
-
-It is a clip where the norm is the same number behind it in two steps, for which it took two factors, or where steps
-with a smaller norm were not scaled. Gradients are judged as they were before.
+"""Clips by hand: a program multiplies all gradients by one number, so that their norm is a bound (docs/verify.md,
+rewritten). Gradients are judged as they were before.
 """
 
 from __future__ import annotations
@@ -12,27 +10,19 @@ from itertools import combinations
 from isograd_verify import tolerances
 from isograd_verify.record.events import Rewritten, Step
 from isograd_verify.record.recording import Recording
-from isograd_verify.tell.wording import spread
+from isograd_verify.tell.wording import equal
 
 
 def bound(recording: Recording) -> float:
-    """The norm behind each clip by hand; 0: the watched steps show none. A world of one, which takes one step by
-    itself, is told what the other run's was."""
+    """The norm behind each clip by hand; 0: none is seen. A world of one is told that of the other run."""
     if "bound" in recording.about:
         return float(recording.about["bound"])
     found = [one for step in recording.steps if (one := _scaled(recording, step))]
     for (low, first), (norm, factor) in combinations(sorted(found), 2):
-        if factor < 1 and (
-            first == 1 or (norm <= low * (1 + tolerances.NORM) and spread((first, factor)) > tolerances.FACTOR)
-        ):
+        again = norm <= low * (1 + tolerances.NORM) and not equal((first, factor))
+        if factor < 1 and (first == 1 or again):
             return norm
     return 0.0
-
-
-def only_in_both(reference: Recording, candidate: Recording) -> None:
-    """A gradient before its clip is not compared with one behind it: where one run shows no clip, neither has one."""
-    if not (bound(reference) and bound(candidate)):
-        reference.about["bound"] = candidate.about["bound"] = 0.0
 
 
 def clipped(recording: Recording, step: int) -> bool:
@@ -44,8 +34,7 @@ def clipped(recording: Recording, step: int) -> bool:
 
 
 def _scaled(recording: Recording, step: int) -> tuple[float, float] | None:
-    """(norm behind it, factor) of a step in which each rank last multiplied all its gradients by one number, or none
-    (1)."""
+    """(norm behind it, factor; 1: none) of a step in which each rank last multiplied its gradients by one number."""
     events = [event for record in recording.ranks for event in record.of(Rewritten, step)]
     factors = [event.factor for event in events if event.factor] if events else [1.0] * recording.world
     held = [one for r in recording.ranks for e in r.of(Step, step)[:1] for one in e.parameters.items()]

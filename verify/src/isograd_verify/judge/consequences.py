@@ -74,14 +74,14 @@ def row(bug: str) -> Row:
 
 
 def without_consequences(found: list[Finding]) -> list[Finding]:
-    """Leave out what only follows from a finding that is told: drifting copies, say, or what a lone step did later.
-    What is left out hides nothing. Beside a named bug nothing is open."""
+    """Leave out what only follows from a finding that is told. Beside a named bug nothing is open."""
     bugs = {f.bug for f in found if f.verdict == BUG}
     causes = {bug for bug in bugs if not any(bug in row(other).hides for other in bugs)}
     hidden = frozenset[str]().union(*(row(bug).hides for bug in causes))
     named = any(bug and bug != "replicas-differ" for bug in bugs)
     whole = [f for f in found if f.verdict == BUG and f.bug in causes and row(f.bug).its_tensors]
-    told = [f for f in found if f.verdict != BUG or not (f.bug in hidden or _of_its_tensors(f, whole))]
+    told = [f for f in found if f.verdict != BUG or f.bug not in hidden]
+    told = [f for f in told if f.verdict != BUG or not any(_follows(f, one) for one in whole)]
     if any(f.verdict == BUG and f.bug not in DRIFT | ADJOINTS | {""} for f in told):
         told = [f for f in told if f.bug not in ADJOINTS]  # copies that are none make every convention look wrong
     others = {name for f in told if f.verdict == BUG and f.bug not in DRIFT for name in f.tensors}
@@ -89,12 +89,9 @@ def without_consequences(found: list[Finding]) -> list[Finding]:
     return [f for f in told if f.verdict != INCONCLUSIVE or not named]
 
 
-def _of_its_tensors(found: Finding, causes: list[Finding]) -> bool:
-    return any(
-        found.bug != one.bug and found.tensors and set(found.tensors) <= set(one.tensors)
-        for one in causes
-        if row(one.bug).its_tensors & {found.bug, "*"}
-    )  # fmt: skip
+def _follows(found: Finding, one: Finding) -> bool:
+    inside = found.bug != one.bug and bool(found.tensors) and set(found.tensors) <= set(one.tensors)
+    return inside and bool(row(one.bug).its_tensors & {found.bug, "*"})
 
 
 def spoilt(found: Finding, others: Iterable[Finding]) -> bool:

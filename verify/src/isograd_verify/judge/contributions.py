@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isograd_verify import tolerances
 from isograd_verify.record.events import Key
+from isograd_verify.tell.wording import equal
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,12 @@ class Fit:
 
     @property
     def each(self) -> tuple[float, ...]:
-        """The coefficients that a single contribution may have, the largest first, and which fit all classes.
-
-        Equal contributions of n ranks have one coefficient together. They may be copies of one number, of which one
-        counts, or parts of the gradient that happen to be equal, of which all n count; or copies of such parts."""
+        """The coefficients that a single contribution may have, the largest first, and which fit all classes. Of equal
+        contributions of n ranks one may count, or all n, or copies of parts."""
         found: list[float] = []
         for i, (first, total) in enumerate(self.coefficients.items()):
             possible = [total / k for k in range(1, len(self.classes[first]) + 1) if len(self.classes[first]) % k == 0]
-            found = possible if i == 0 else [x for x in found if any(same_factor(x, y) for y in possible)]
+            found = possible if i == 0 else [x for x in found if any(equal((x, y)) for y in possible)]
         return tuple(found)
 
     @property
@@ -56,14 +55,9 @@ def fit(gradient: Tensor, parts: dict[Key, Tensor], tolerance: float, own: int |
     keys.sort(key=lambda k: (k[0] != own, k))
     classes: dict[Key, list[Key]] = {}
     for key in keys:
-        for first, alike in classes.items():
-            if first[0] != key[0] and float((parts[key] - parts[first]).norm()) <= tolerances.SAME * float(
-                parts[first].norm()
-            ):
-                alike.append(key)
-                break
-        else:
-            classes[key] = [key]
+        sizes_of = {first: tolerances.SAME * float(parts[first].norm()) for first in classes if first[0] != key[0]}
+        same = (first for first, size in sizes_of.items() if float((parts[key] - parts[first]).norm()) <= size)
+        classes.setdefault(next(same, key), []).append(key)
     firsts = list(classes)
     matrix = torch.stack([parts[k] for k in firsts], 1)
     used = matrix.abs().sum(1) > 0
@@ -106,8 +100,3 @@ def _tidy(value: float, tolerance: float) -> float:
         if abs(value * below - whole) <= tolerances.LOOSER * tolerance * max(1.0, abs(whole)):
             return whole / below
     return value
-
-
-def same_factor(a: float, b: float) -> bool:
-    """Whether two factors are one to rounding."""
-    return abs(a - b) <= tolerances.FACTOR * max(abs(a), abs(b))

@@ -114,8 +114,7 @@ def _over_micros(values: dict[int, float], small: float) -> Symptom:
 
 
 def _base(steps: list[float]) -> int:
-    """The whole number by which a series goes down, at every step or only at some (several micro-batches for each call
-    of a pipeline's schedule); 0 when there is none."""
+    """The whole number by which a series goes down, at every step or only at some; 0 when there is none."""
     base = round(max(steps))
     fits = base >= 2 and all(min(abs(s - base) / base, abs(s - 1)) <= tolerances.BASE for s in steps)
     return base if fits else 0
@@ -158,9 +157,8 @@ def classes_of(names: Iterable[str]) -> str:
 def bug_of(
     symptom: Symptom, names: Collection[str], everything: bool, sizes: Collection[int], of: Collection[str]
 ) -> str:
-    """The id in the corpus that a pattern over these tensors speaks of; '' when it fits none, or more than one.
-    `everything`: all tensors that could show it do. `sizes`: the sizes of the groups that were seen. `of`: what the
-    factor may have come from (wording.meanings)."""
+    """The id that a pattern over these tensors speaks of; '' when it fits none, or several. `everything`: all that
+    could show it do. `sizes`: of groups that were seen. `of`: what the factor may come from (wording.meanings)."""
     kinds = classes_of(names)
     if symptom.kind == UNREDUCED:
         if everything and kinds not in ("norms", "q/k norms", "adapters"):
@@ -195,9 +193,8 @@ def bug_of(
 
 
 def _scaled_bug(factor: float, kinds: str, everything: bool, sizes: Collection[int], of: set[str]) -> str:
-    powers = any(
-        abs(factor - size**power) <= tolerances.FACTOR * size**power for size in sizes for power in (1, 2, 3, 4)
-    )
+    known = [size**power for size in sizes for power in (1, 2, 3, 4)]
+    powers = any(abs(factor - value) <= tolerances.FACTOR * value for value in known)
     of_group = bool(of - {"micro-batches"})
     cases = (  # the first that fits
         (factor == 0 and kinds == "routers", "gather-cut"),

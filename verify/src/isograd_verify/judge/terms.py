@@ -26,22 +26,19 @@ def shares(analysis: Analysis, found: Fit) -> dict[Key, float]:
 
 def reference_tensor(analysis: Analysis, of: Collection[Key] = ()) -> tuple[str, Fit] | None:
     """The first tensor whose coefficients are known and belong to the usual pattern; best one whose contributions all
-    differ, so that each has a coefficient of its own. `of`: one that some of these micro-batches add to; in a pipeline
-    only the last stage's see the loss."""
+    differ. `of`: one that some of these micro-batches add to; in a pipeline only the last stage's see the loss."""
     second = None
     for name in analysis.names:
         if len(analysis.replica_sets(name)) > 1 and not analysis.info(name).declared:
             continue
         for seen in analysis.observed(name)[:1]:
             found = analysis.fit(seen)
-            if (
-                found is not None
-                and found.uniform
-                and (not of or any(set(c) & set(of) for c in found.classes.values()))
-            ):
-                if all(len(members) == 1 for members in found.classes.values()):
-                    return name, found
-                second = second or (name, found)
+            own = {key for members in found.classes.values() for key in members} if found is not None else set()
+            if found is None or not found.uniform or (of and not own & set(of)):
+                continue
+            if all(len(members) == 1 for members in found.classes.values()):
+                return name, found
+            second = second or (name, found)
     return second
 
 
@@ -69,8 +66,7 @@ def factor_from(analysis: Analysis) -> str:
 
 
 def reduced_twice(analysis: Analysis) -> bool:
-    """Whether some gradient is reduced behind backward that was reduced already, in backward or by an earlier such
-    call."""
+    """Whether some gradient that is reduced behind backward was reduced already."""
     record = analysis.recording.ranks[0]
     events = [e for e in record.of(Collective, analysis.step) if e.op in REDUCING and len(e.group) > 1]
     last = max((e.passed for e in events), default=0)
@@ -96,10 +92,10 @@ def amounts(analysis: Analysis) -> dict[str, float]:
 
 
 def too_often(analysis: Analysis, factor: float) -> tuple[str, str, str]:
-    """(id, axis, words) of a term that counts so many times, to a few percent, where another one counts once; '':
-    none."""
-    groups, micros = _sizes(analysis), {"micro-batches": (analysis.micros, "the number of micro-batches")}
-    known = {**groups, **micros}
+    """(id, axis, words) of a term that counts so many times where another one counts once; '': none."""
+    of = ((size, meanings(analysis.recording, 1, float(size))) for size in range(2, analysis.world + 1))
+    groups = {axis: (size, words) for size, found in of for axis, words in found.items()}  # each once
+    known = {**groups, "micro-batches": (analysis.micros, "the number of micro-batches")}
     for axis, (size, words) in groups.items():
         if analysis.micros > 1:
             known[f"{axis} x micro-batches"] = (size * analysis.micros, f"{words} x the number of micro-batches")
@@ -112,15 +108,6 @@ def too_often(analysis: Analysis, factor: float) -> tuple[str, str, str]:
         return bug, " or ".join(near), words
     below = {axis: f"1 / {words}" for axis, (size, words) in groups.items() if size > 1 and _same(factor * size, 1)}
     return ("aux-over-dp", " or ".join(below), " or ".join(below.values())) if below else ("", "", "")
-
-
-def _sizes(analysis: Analysis) -> dict[str, tuple[int, str]]:
-    """The sizes of groups, each once: {axis: (size, words)}."""
-    found: dict[str, tuple[int, str]] = {}
-    for size in range(2, analysis.world + 1):
-        for axis, words in meanings(analysis.recording, 1, float(size)).items():
-            found[axis] = (size, words)
-    return found
 
 
 def _same(a: float, b: float) -> bool:

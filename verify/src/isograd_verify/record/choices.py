@@ -103,16 +103,12 @@ def joined(choices: Iterable[Choices]) -> dict[tuple[str, tuple[int, int]], Choi
     for one in choices:
         for module in {one.module, ""}:
             lists.setdefault((module, one.kind), []).append(one)
-    return {
-        key: Choices(
-            key[0],
-            min((one.dtype for one in found), key=lambda name: _SIZES.get(name, 2)),
-            torch.cat([one.features for one in found]),
-            torch.cat([one.scores for one in found]),
-            torch.cat([one.indices for one in found]),
-        )
-        for key, found in lists.items()
-    }
+    together = {}
+    for key, found in lists.items():
+        dtype = min((one.dtype for one in found), key=lambda name: _SIZES.get(name, 2))
+        tensors = (torch.cat(of) for of in zip(*((c.features, c.scores, c.indices) for c in found), strict=True))
+        together[key] = Choices(key[0], dtype, *tensors)
+    return together
 
 
 def counterpart(known: dict[tuple[str, tuple[int, int]], Choices], one: Choices) -> Choices | None:

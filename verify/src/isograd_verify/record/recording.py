@@ -1,12 +1,5 @@
-"""A recording: what a program did, as files. Written rank by rank while it runs, read afterwards by the checks.
-
-    DIR/recording.json          version, command, how it ended (written by whoever started the program)
-    DIR/rank-0003/rank.json     who this rank is, what it saw of the program; "finished" is false until the end
-    DIR/rank-0003/events.jsonl  one line per event, in order (see events.py for the kinds)
-    DIR/rank-0003/steps         how many optimizer steps it has taken, while it runs (see watched.py)
-    DIR/rank-0003/step-0001.safetensors   gradients, parameters, sketches and activations of one optimizer step
-
-Nothing is unpickled, every read is bounded, a file appears whole or not at all.
+"""A recording: what a program did, as files (docs/verify.md, what is recorded). Written rank by rank while it runs,
+read afterwards by the checks. Nothing is unpickled, every read is bounded, a file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -238,17 +231,10 @@ def _read_rank(directory: Path) -> RankRecord:
             if not text.endswith(b"\n"):
                 raise ValueError("a line is cut short")
             events.append(read(parse_json(text, path, nan=True)))
-    return RankRecord(directory, about, _joined(events))
-
-
-def _joined(events: list[Event]) -> list[Event]:
-    """A collective's duration is known only after it: put each End into its Collective."""
+    # A collective's duration is known only after it: put each End into its Collective.
     took = {event.n: event.seconds for event in events if isinstance(event, End)}
-    return [
-        replace(e, seconds=took[e.n]) if isinstance(e, Collective) and e.n in took else e
-        for e in events
-        if not isinstance(e, End)
-    ]
+    told = (replace(e, seconds=took.get(e.n)) if isinstance(e, Collective) else e for e in events)
+    return RankRecord(directory, about, [event for event in told if not isinstance(event, End)])
 
 
 def _read_json(path: Path, needed: dict[str, int] | None = None) -> dict[str, Any]:

@@ -2,25 +2,19 @@
 
     sketch(a + 2 * b) == sketch(a) + 2 * sketch(b)        exactly, in fp64, up to rounding
 
-so a gradient that is a sum of contributions with unknown coefficients has a sketch that is the same sum of their
-sketches, and the coefficients are found on the sketches, at a thousandth of the memory. A flat tensor is laid out in
-rows of WIDTH and the rows are added up with pseudo-random signs, the same for all tensors; a tensor of at most WIDTH
-elements is one row, so its sketch is the tensor or its negative. A slice of a larger tensor has a sketch too (`offset`
-is where it starts), and the sketches of the slices add up to that of the whole.
+A flat tensor is laid out in rows of WIDTH and the rows are added up with pseudo-random signs, the same for all tensors;
+a tensor of at most WIDTH elements is its sketch, or its negative. Sketches of the slices of a tensor (`offset` is where
+one starts) add up to that of the whole.
 
 A large tensor is recorded by its sums along each dimension, with fixed random weights (`project`):
 
     along[d][p, i] = sum over all elements with index i in dimension d of
                      element x (product over the other dimensions e of weight(e, index in e)[p])
 
-A matrix of n x m elements is COUNT x (n + m) numbers. Weights are a function of an element's place in the whole tensor
-(dimension, index, p) and of nothing else, so the sums of shards add up to those of the whole, however it was cut; and
-where a rank holds some rows, its `along[0]` is those columns of the whole's, whichever rows they are. So rows can be
-recognised, put into place and compared one by one, without one element of them.
-
-COUNT numbers estimate a row's norm; all numbers of a dimension, the tensor's. A difference between two tensors is
-missed by one sum with a probability of about (limit / difference), for weights are continuous, and by all of a matrix
-with that to the power of 2 x COUNT.
+Weights are a function of an element's place in the whole tensor, so the sums of shards add up to those of the whole;
+and where a rank holds some rows, its `along[0]` is those columns of the whole's: rows can be recognised, put into place
+and compared one by one. A difference between two tensors is missed by one sum with a probability of about (limit /
+difference), and by all of a matrix with that to the power of 2 x COUNT.
 """
 
 from __future__ import annotations

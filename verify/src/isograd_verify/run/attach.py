@@ -11,7 +11,7 @@ import signal
 import statistics
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -99,12 +99,6 @@ def run(
     return Report(f"isograd-verify run -- {' '.join(shown)}", [subject]), 0 if hung else own
 
 
-def report_of(directory: Path, about: dict[str, Any], failed: int = 0) -> Report:
-    """What a recording shows that its ranks have begun by themselves. `about`: the command, the layout, the steps."""
-    describe(directory, **about, exit_code=failed, stalled=False)
-    return Report(" ".join(about["command"]), [inspect(directory, None, about["command"], failed)])
-
-
 def masked(command: list[str]) -> list[str]:
     """A command as reports and recordings show it: without the values that its names call secret, or an address has."""
     shown, hides = list[str](), False
@@ -152,11 +146,9 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals
         asked.append(signal.Signals(number))
         process.send_signal(number)
 
-    try:
+    with suppress(ValueError):  # not in the main thread
         for number in (signal.SIGTERM, signal.SIGHUP):
             kept[number] = signal.signal(number, received)
-    except ValueError:  # not in the main thread
-        pass
     try:
         yield asked
     finally:
@@ -170,10 +162,8 @@ def inspect(directory: Path, hang: Finding | None = None, command: list[str] | N
     program = next((i for i, word in enumerate(words) if word.endswith(".py")), 0)
     name = " ".join(Path(word).name for word in words[: max(6, program + 1)])
     ranks = len(list(directory.glob("rank-*")))
-    if hang is not None and watching(directory):
+    if hang is not None and (not ranks or watching(directory)):
         return Subject(name, ranks, findings=[hang])
-    if not ranks and hang is not None:
-        return Subject(name, 0, findings=[hang])
     if not ranks:
         sentence = (
             "nothing to check: no process of the command joined a process group or made an optimizer "
@@ -188,20 +178,16 @@ def inspect(directory: Path, hang: Finding | None = None, command: list[str] | N
         named = ended or any(f.bug == "order" for f in subject.findings)
         why = crash(recording) if failed and not named else None
         subject.findings += [why] if why is not None else []
-        subject.findings += [_failed(recording, failed)] if failed and hang is None else []
+        if failed and hang is None:  # it never passes: what it did up to then is all that was seen
+            seen = f"{len(recording.steps)} of the steps to watch ({recording.about.get('steps') or 'all'}) were seen"
+            sentence = f"the program failed with exit code {failed}: {seen} to their end"
+            subject.findings.append(Finding(INCONCLUSIVE, "", sentence))
         subject.facts = facts(recording)
         _drift(recording, subject)
     except VerifyError as error:  # killed in the middle of a line, say
         sentence = f"{error.what} ({error.seen})" if error.seen is not None else error.what
         subject = Subject(name, ranks, findings=[Finding(INCONCLUSIVE, "", f"{error.code}: {sentence}")])
     return subject
-
-
-def _failed(recording: Recording, code: int) -> Finding:
-    """A program that failed never passes: what it did up to then is all that was seen."""
-    asked = str(recording.about.get("steps", ""))
-    seen = f"{len(recording.steps)} of the steps to watch ({asked or 'all'}) were seen to their end"
-    return Finding(INCONCLUSIVE, "", f"the program failed with exit code {code}: {seen}")
 
 
 def plain_facts(recording: Recording) -> list[Finding]:
@@ -247,7 +233,8 @@ def _obstacles(recording: Recording) -> Iterator[str]:
     steps = [e for r in recording.ranks for e in r.of(Step)]
     taken = [e for e in steps if not e.note]
     ended = [r.rank for r in recording.ranks if not r.about.get("finished") or (r.of(Backward) and not r.of(Step))]
-    if any(r.about.get("functional") for r in recording.ranks):
+    functional = any(r.about.get("functional") for r in recording.ranks)
+    if functional:
         yield (
             "the program takes gradients by torch.func, which returns them and calls no backward: they are not "
             "watched; call backward in the watched steps, or prove the step as a case (docs/verify.md)"
@@ -260,7 +247,6 @@ def _obstacles(recording: Recording) -> Iterator[str]:
         yield "no optimizer stepped: gradients were checked as the last backward left them"
     elif not recording.steps:
         yield "no step was seen whole on all ranks: there is nothing to check"
-    functional = any(r.about.get("functional") for r in recording.ranks)
     if taken and not functional and not any(p.gradient for e in taken for p in e.parameters.values()):
         yield "no parameter of a called module had a gradient at the optimizer's step"
 
@@ -287,8 +273,7 @@ def facts(recording: Recording) -> dict[str, str]:
 
 
 def _drift(recording: Recording, subject: Subject) -> None:
-    """Heat map without a reference: where copies differ, how far each rank's gradient is from being a multiple of the
-    sum of what all of them have added; where nothing tells that, how far from their mean."""
+    """Heat map without a reference: how far each rank's gradient is from a multiple of what all copies have added."""
     from isograd_verify.judge.analysis import Analysis
 
     for step in recording.steps[:1]:

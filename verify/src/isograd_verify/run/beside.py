@@ -1,10 +1,6 @@
-"""isograd-verify run --beside-one: the same program once more as a world of one, on the data of all ranks.
-
-The first run keeps what the calls of its model were made with. The second run is the same command with one rank. Where
-its own first step saw the same data, that step is the reference. Else the calls of all ranks are replayed through the
-program's own loop, one after the other (watch/feed.py), and their gradients put together (compare/combined.py). Later
-steps are done so in any case, each from the weights with which the first run began it. All of it is kept beside the
-recording: `alone-0` and so on, and `one`, the reference.
+"""isograd-verify run --beside-one: the same program once more as a world of one, on the data of all ranks
+(docs/verify.md, watch it beside one device). All of it is kept beside the recording: `alone-0` and so on, the runs in a
+world of one (watch/feed.py), and `one`, the reference that compare/combined.py puts together.
 """
 
 from __future__ import annotations
@@ -65,8 +61,7 @@ def single_rank(command: list[str]) -> list[str]:
 
 
 def judged(directory: Path, command: list[str], subject: Subject, stall: float, replay: bool = False) -> Subject:
-    """What a run shows beside one device. `subject`: what it shows by itself. `replay`: one device takes its
-    experts."""
+    """What a run shows beside one device. `subject`: by itself. `replay`: one device takes its experts."""
     try:
         candidate = Recording(directory)
         one = WorldOfOne(candidate, single_rank(command), stall, replay)
@@ -295,8 +290,7 @@ def _together(alone: WorldOfOne, why: Mixed, queue: list[Fed]) -> Recording:
 
 
 def _at_once(alone: WorldOfOne, reference: Recording, micros: list[int], errors: dict[str, float]) -> list[Finding]:
-    """Whether one device has other gradients of the rows of all ranks in one batch than of each rank's by themselves,
-    which go the way that they went on the ranks. `errors`: to add to."""
+    """Whether one device has other gradients of all ranks' rows in one batch than one by one. `errors`: to add to."""
     ranks = combined.distinct(alone.candidate)
     try:
         first, whole = replace(alone, replay=False).again("together", [(ranks, micro, 1) for micro in micros], True)
@@ -333,8 +327,7 @@ def _carried(alone: WorldOfOne, again: list[Again], errors: dict[str, float]) ->
 
 
 def _queue(candidate: Recording) -> tuple[list[Fed], NoReference]:
-    """(every backward of the watched steps up to one that cannot be done again; why that cannot). Beside the recording
-    stand the weights with which each later step began."""
+    """(every backward of the watched steps up to one that cannot be done again; why). Writes weights of later steps."""
     queue: list[Fed] = []
     for step in [step for number, step in enumerate(candidate.steps, 1) if step == number]:
         try:

@@ -174,10 +174,8 @@ def table(chosen: Sequence[Planted], seeds: int, say: Callable[[str], None], log
     """Print bug -> caught -> sentence; 0 when every bug is named and every clean twin is silent, else 3. `log`: a line
     for each outcome; those that are in it already are not run again."""
     shown = Table(title=f"the corpus of bugs, {seeds} seed(s) each, and their clean twins", show_lines=True)
-    shown.add_column("bug", no_wrap=True)
-    shown.add_column("caught")
-    shown.add_column("clean twin")
-    shown.add_column("what is said")
+    for column in ("bug", "caught", "clean twin", "what is said"):
+        shown.add_column(column, no_wrap=column == "bug")
     known = [json.loads(line) for line in log.read_text().splitlines()] if log is not None and log.exists() else []
     rows = {(name, seed): (named, silent, said) for name, seed, named, silent, said in known}
     left = [(what, seed) for what in chosen for seed in range(seeds) if (what.name, seed) not in rows]

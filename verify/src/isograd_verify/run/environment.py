@@ -1,6 +1,5 @@
 """ISOGRAD_VERIFY=report.json in the environment of anything that starts Python: each rank finds out by itself.
 
-An installation leaves a line that Python runs at its start (isograd_verify.pth); without the variable it does nothing.
 Ranks of one run write into one folder, `report.json.RUN`. The last of them to end, or else the process that started
 them, judges what is there, writes the report, prints it to the standard error, and removes the folder.
 """
@@ -83,11 +82,14 @@ class _Process:
     def _judge(self) -> None:
         import shutil
 
-        from isograd_verify.run.attach import masked, report_of
+        from isograd_verify.record.recording import describe
+        from isograd_verify.run.attach import inspect, masked
+        from isograd_verify.tell.report import Report
 
-        about = {"layout": os.environ.get("ISOGRAD_VERIFY_LAYOUT", ""), "command": masked(sys.orig_argv[1:])}
-        about["steps"] = os.environ.get("ISOGRAD_VERIFY_STEPS", "3")
-        report = report_of(self.home, about, failed=int((self.home / FAILED).exists()))
+        layout, steps = os.environ.get("ISOGRAD_VERIFY_LAYOUT", ""), os.environ.get("ISOGRAD_VERIFY_STEPS", "3")
+        command, failed = masked(sys.orig_argv[1:]), int((self.home / FAILED).exists())
+        describe(self.home, layout=layout, command=command, steps=steps, exit_code=failed, stalled=False)
+        report = Report(" ".join(command), [inspect(self.home, None, command, failed)])
         self.report.write_text(json.dumps(report.data(), indent=1))
         print(f"{report}\nisograd-verify: {self.report}", file=sys.stderr, flush=True)
         shutil.rmtree(self.home, ignore_errors=True)

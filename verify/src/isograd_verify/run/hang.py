@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 from isograd_verify.errors import VerifyError
@@ -44,7 +45,10 @@ def wait(process: subprocess.Popen[bytes], directory: Path, stall: float) -> Fin
             before = stacks(directory)
         elif before is not None and quiet > stall:
             now = stacks(directory)
-            if now != before or not (watching(directory) or _stuck(now)):  # it computes, compiles or loads
+            # Nobody waits for something outside of the program: every stack is known, and none ends there.
+            innermost = [re.findall(r'File "([^"]+)"', stack)[:1] for stack in now.values()]
+            stuck = bool(innermost) and all(files and not re.search(ELSEWHERE, files[0]) for files in innermost)
+            if now != before or not (watching(directory) or stuck):  # it computes, compiles or loads
                 quiet_since, before = time.monotonic(), None
                 continue
             hang = describe(directory, stall, now) if watching(directory) else silent(stall, now)
@@ -66,12 +70,6 @@ def _progress(directory: Path) -> tuple[float, list[bytes]]:
 
 OURS = r"/torch/|/isograd_verify/(?!corpus)|^<|contextlib|threading\.py"
 ELSEWHERE = r"/(subprocess|socketserver|selectors|socket|asyncio/\w+|signal)\.py$"
-
-
-def _stuck(stacks: dict[Path, str]) -> bool:
-    """Whether nobody waits for something outside of the program: every stack is known, and none ends there."""
-    innermost = [re.findall(r'File "([^"]+)"', stack)[:1] for stack in stacks.values()]
-    return bool(innermost) and all(files and not re.search(ELSEWHERE, files[0]) for files in innermost)
 
 
 def stacks(directory: Path) -> dict[Path, str]:
@@ -105,7 +103,7 @@ def describe(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
         seen = {r.rank: [f"last seen in {e.op} at {e.site}," for e in r.of(Collective)][-1:] for r in recording.ranks}
         last = "; ".join(f"rank {r}: {''.join(told) or 'no collective yet,'}{at[r]}" for r, told in seen.items())
         return Finding(BUG, "", f"hang: nothing happened for {stall:g} s; {last}")
-    group, number, here = min(parted, key=lambda p: min(e.start for e in p[2].values()))
+    group, number, here = parted[0]
     sentence = f"hang: {_who(here, 'wait', ' in')} (collective {number + 1} over {spell(group)})"
     behind = [r for r in group if r not in here]
     if behind:
@@ -125,16 +123,13 @@ def silent(stall: float, where: dict[Path, str]) -> Finding:
 
 def crash(recording: Recording) -> Finding | None:
     """Of a program that failed: whether members of a group called different collectives, which breaks gloo at once."""
-    parted = [p for p in _all_parted(recording) if len(p[2]) == len(p[0])]
-    if not parted:
-        return None
-    group, number, here = min(parted, key=lambda p: min(e.start for e in p[2].values()))
-    sentence = f"before the program failed: {_who(here, 'call', '')} (collective {number + 1} over {spell(group)})"
-    return Finding(BUG, "order", sentence, axis=spell(group))
+    for group, number, here in [p for p in _all_parted(recording) if len(p[2]) == len(p[0])][:1]:
+        sentence = f"before the program failed: {_who(here, 'call', '')} (collective {number + 1} over {spell(group)})"
+        return Finding(BUG, "order", sentence, axis=spell(group))
+    return None
 
 
 def _who(here: dict[int, Collective], verb: str, preposition: str) -> str:
-    """'rank 0 waits in all_reduce of 6 x float64 at train.py:17 in train, rank 1 waits in ...'."""
     by_kind: dict[str, list[int]] = defaultdict(list)
     for rank, event in here.items():
         by_kind[str(event)].append(rank)
@@ -151,7 +146,7 @@ def _all_parted(recording: Recording) -> list[tuple[tuple[int, ...], int, dict[i
             if len(here) < len(group) or len({signature(e) for e in here.values()}) > 1:
                 found.append((group, number, here))
                 break
-    return found
+    return sorted(found, key=lambda p: min(e.start for e in p[2].values()))
 
 
 def _at(record: RankRecord, where: dict[Path, str]) -> str:
@@ -165,14 +160,10 @@ def processes(directory: Path) -> set[int]:
     """Everything that the program started and that still runs, by the recording's name in its environment."""
     mark = f"ISOGRAD_VERIFY={directory.resolve()}\0".encode()
     found = set()
-    if not os.path.isdir("/proc/self"):
-        return {pid for about in ranks_so_far(directory).values() if (pid := int(about.get("pid", 0))) and alive(pid)}
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # gone, or not ours
             if mark in (entry / "environ").read_bytes() and int(entry.name) != os.getpid():
                 found.add(int(entry.name))
-        except OSError:  # gone, or not ours
-            continue
     return found
 
 
@@ -187,8 +178,6 @@ def stop(process: subprocess.Popen[bytes], directory: Path) -> None:
     until = time.monotonic() + 10
     while (left := processes(directory)) and time.monotonic() < until:
         for pid in left:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.1)

@@ -32,7 +32,7 @@ class LocalRanks:
         self._pipes: list[Connection] = []
         self._home = ""
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = PATIENCE) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> list[Any]:
         """fn(*args) on every rank; the values in rank order. After `timeout` seconds each rank prints its stack."""
         if not self._processes:
             self._start()
@@ -69,10 +69,9 @@ class LocalRanks:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def _collect(self, timeout: float | None) -> list[Any]:
+    def _collect(self, timeout: float) -> list[Any]:
         answers: dict[int, tuple[bool, Any, float]] = {}
-        end = time.monotonic() + (1e9 if timeout is None else timeout + GRACE)
-        failed = False
+        end, failed = time.monotonic() + timeout + GRACE, False
         silent = dict(zip(self._pipes, range(self.nproc), strict=True))
         while silent and time.monotonic() < end:
             ready = wait([*silent], 0.2)
@@ -117,23 +116,15 @@ def _live(rank: int, nproc: int, home: str, pipe: Connection) -> None:
     parent.start()
     while True:
         try:
-            fn, args, timeout = pipe.recv()
-        except (EOFError, OSError):
-            os._exit(0)  # gloo's threads abort an interpreter that unwinds under them
-        except Exception:  # what was sent cannot be read here: a function of a module that is not found
-            pipe.send((False, traceback.format_exc(), time.monotonic()))
-            continue
-        if timeout is not None:
+            try:
+                fn, args, timeout = pipe.recv()
+            except (EOFError, OSError):
+                os._exit(0)  # gloo's threads abort an interpreter that unwinds under them
             faulthandler.dump_traceback_later(timeout)
-        try:
-            answer = (True, fn(*args), time.monotonic())
-        except BaseException:
-            answer = (False, traceback.format_exc(), time.monotonic())
-        faulthandler.cancel_dump_traceback_later()
-        try:
-            pipe.send(answer)
-        except Exception:
+            pipe.send((True, fn(*args), time.monotonic()))
+        except BaseException:  # also where what was sent, or is to be sent, cannot be read
             pipe.send((False, traceback.format_exc(), time.monotonic()))
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _end_with_parent(server: int) -> None:

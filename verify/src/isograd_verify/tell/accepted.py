@@ -1,10 +1,5 @@
-"""Findings that somebody has accepted: they become notes, and fail nothing (docs/verify-in-ci.md).
-
-    loss = sum_of(x)  # isograd: accept accum-undivided the sum is meant     at the line of a finding, or above it
-    [tool.isograd.verify.accept]                                             in pyproject.toml, for the whole project
-    isograd-verify run --baseline report.json ...                            what an earlier --json report has said
-
-A comment in a program's own file also accepts a finding that no line is known of.
+"""Findings that somebody has accepted, by a comment, in pyproject.toml or by a baseline: they become notes, and fail
+nothing (docs/verify-in-ci.md). A comment in a program's own file also accepts a finding that no line is known of.
 """
 
 from __future__ import annotations

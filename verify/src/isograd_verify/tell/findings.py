@@ -1,20 +1,17 @@
-"""What the verifier says: findings, gathered by subject (one layout, or one watched run).
-
-Three verdicts, never merged: PASS (compared, and equal to rounding), BUG (shown to be wrong), INCONCLUSIVE (could not
-be told, with the reason).
-"""
+"""What the verifier says: findings with a verdict, gathered by subject (one layout, or one watched run)."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from isograd_verify.tell.catalogue import BUGS
 
 PASS, BUG, INCONCLUSIVE, NOTE = "PASS", "BUG", "INCONCLUSIVE", "NOTE"
-EXIT = {PASS: 0, BUG: 3, INCONCLUSIVE: 4}
+EXIT = {PASS: 0, INCONCLUSIVE: 4, BUG: 3}  # the worst last
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,7 @@ class Subject:
     @property
     def verdict(self) -> str:
         """BUG if any finding is one, else INCONCLUSIVE if any is, else PASS."""
-        verdicts = {finding.verdict for finding in self.findings}
-        return BUG if BUG in verdicts else INCONCLUSIVE if INCONCLUSIVE in verdicts else PASS
+        return worst(finding.verdict for finding in self.findings)
 
     def partial(self) -> list[Finding]:
         """The first line of a comparison that is not whole: how many gradients it is about, and which it is not."""
@@ -71,20 +67,22 @@ class Subject:
 
     def verdict_of(self, tensor: str) -> str:
         """The verdict of the findings that name a tensor."""
-        named = {f.verdict for f in self.findings if tensor in f.tensors}
-        return BUG if BUG in named else INCONCLUSIVE if INCONCLUSIVE in named else PASS
+        return worst(f.verdict for f in self.findings if tensor in f.tensors)
 
     def classes(self) -> dict[str, tuple[float, str, str]]:
         """Kind of parameter ('blocks.*.norm1.weight') -> (worst error, the tensor that has it, worst verdict)."""
         found: dict[str, tuple[float, str, str]] = {}
-        order = (PASS, INCONCLUSIVE, BUG)
         for tensor, error in self.errors.items():
-            key, verdict = kind(tensor), self.verdict_of(tensor)
-            known = found.get(key, (-1.0, "", PASS))
+            known = found.get(kind(tensor), (-1.0, "", PASS))
             size = math.inf if math.isnan(error) else error
-            worst = (error, tensor) if size > known[0] else known[:2]
-            found[key] = (*worst, max(verdict, known[2], key=order.index))
+            largest = (error, tensor) if size > known[0] else known[:2]
+            found[kind(tensor)] = (*largest, worst((self.verdict_of(tensor), known[2])))
         return found
+
+
+def worst(verdicts: Iterable[str]) -> str:
+    """BUG if any is one, else INCONCLUSIVE if any is, else PASS."""
+    return max((v for v in verdicts if v != NOTE), key=list(EXIT).index, default=PASS)
 
 
 PLACE = re.compile(r"([\w./-]+\.py):(\d+)")

@@ -1,7 +1,6 @@
-"""The report as one HTML file: a wrong gradient is found faster in a picture than in a table of numbers.
+"""The report as one HTML file, which loads nothing: a wrong gradient is found faster in a picture than in numbers.
 
-It carries all it needs. Every text in it comes from a model or a path and may hold anything, so everything goes through
-`_text`. What JavaScript adds is comfort; nothing is hidden without it.
+Every text in it comes from a model or a path and may hold anything, so everything goes through `_text`.
 """
 
 from __future__ import annotations
@@ -129,7 +128,6 @@ def _subject(number: int, subject: dict[str, Any]) -> str:
 
 
 def _schedule(schedule: dict[str, str]) -> str:
-    """A pipeline's picture, with its own colours: as an image, so that the page's styles leave it alone."""
     if not schedule:
         return ""
     source = base64.b64encode(schedule["svg"].encode()).decode()
@@ -214,12 +212,6 @@ def _shades(stops: tuple[str, ...]) -> str:
     return "".join(rules)
 
 
-def _shade(error: float) -> str:
-    if not math.isfinite(error):
-        return "nan"
-    return f"d{min(max(round(math.log10(error)) + DECADES - 1, 0), DECADES - 1)}" if error > 0 else "d0"
-
-
 def _worst(errors: list[Any]) -> float:
     numbers = [_number(error) for error in errors if error is not None]
     return max((math.inf if math.isnan(number) else number for number in numbers), default=-1.0)
@@ -241,15 +233,20 @@ def _heat_map(subject: dict[str, Any]) -> str:
     drawn += [_heat_row(18 + 17 * n, name, errors, ranks, said.get(name, "")) for n, (name, errors) in enumerate(rows)]
     size = f'width="{CELL * ranks + 90 + 7.6 * max(len(name) for name, _ in rows):.0f}" height="{18 + 17 * len(rows)}"'
     svg = f'<svg class="cells" {size} role="img" aria-label="errors of parameters on ranks">{"".join(drawn)}</svg>'
-    inner = f"<figure><figcaption>{caption}</figcaption>{_heat_legend()}{_scroll(svg, 'heat map')}</figure>"
-    return f"<h3>Relative error of each parameter on each rank</h3>{inner}"
+    ramp = "".join(f'<rect class="d{n}" x="{11 * n}" y="0" width="11" height="12" />' for n in range(DECADES))
+    keys = f'<span>1e-16 <svg width="{11 * DECADES}" height="12" style="margin:0 .3rem">{ramp}</svg> 1 or more</span>'
+    keys += _key("none", "not held on this rank") + _key("nan", "NaN or infinite")
+    told = f'<figcaption>{caption}</figcaption><div class="keys">{keys}</div>'
+    return f"<h3>Relative error of each parameter on each rank</h3><figure>{told}{_scroll(svg, 'heat map')}</figure>"
 
 
 def _heat_row(y: int, name: str, errors: list[Any], ranks: int, verdict: str) -> str:
     """Cells first and the name last: on a narrow screen the colours are what must be in view."""
     drawn, shown = [], _text(name)
     for rank, error in enumerate([*errors, *[None] * (ranks - len(errors))]):
-        shade, words = ("none", "not held here") if error is None else (_shade(_number(error)), _text(error))
+        shade, words = ("none", "not held here") if error is None else ("nan", _text(error))
+        if math.isfinite(size := _number(error)):
+            shade = f"d{min(max(round(math.log10(size)) + DECADES - 1, 0), DECADES - 1)}" if size > 0 else "d0"
         place = f'x="{CELL * rank}" y="{y}" width="{CELL - 1}" height="16"'
         drawn.append(f'<rect class="{shade}" {place}><title>{shown}\nrank {rank}: {words}</title></rect>')
     worst = _worst(errors)
@@ -257,13 +254,6 @@ def _heat_row(y: int, name: str, errors: list[Any], ranks: int, verdict: str) ->
     shown, right = f"{shown} {MARKS.get(verdict, '')}", CELL * ranks
     text = f'<tspan x="{right + 8}">{number}</tspan><tspan x="{right + 74}">{shown}</tspan>'
     return f'{"".join(drawn)}<text class="{verdict}" y="{y + 12}">{text}</text>'
-
-
-def _heat_legend() -> str:
-    ramp = "".join(f'<rect class="d{n}" x="{11 * n}" y="0" width="11" height="12" />' for n in range(DECADES))
-    keys = f'<span>1e-16 <svg width="{11 * DECADES}" height="12" style="margin:0 .3rem">{ramp}</svg> 1 or more</span>'
-    boxes = (("none", "not held on this rank"), ("nan", "NaN or infinite"))
-    return f'<div class="keys">{keys}{"".join(_key(*box) for box in boxes)}</div>'
 
 
 def _key(name: str, words: str) -> str:
@@ -313,7 +303,6 @@ def _timeline(ranks: list[list[dict[str, Any]]]) -> str:
 
 
 def _ticks(whole: float, unit: float, bottom: int) -> str:
-    """Four to ten round times."""
     step = 10.0 ** math.floor(math.log10(whole / 4)) if whole > 0 else 1.0
     step *= next((factor for factor in (5, 2) if whole / (step * factor) >= 4), 1)
     return "".join(
@@ -330,7 +319,6 @@ def _event(y: int, start: float, length: float, unit: float, event: dict[str, An
 
 
 def _collective_lines(event: dict[str, Any], start: float, length: float) -> str:
-    """All that is known of a collective, a line per thing."""
     bytes_ = event.get("bytes")
     size = f"{bytes_:,} bytes" if isinstance(bytes_, int) else ""
     lines = [f"{event.get('op', 'collective')} over ranks {event.get('group', '?')}"]

@@ -1,7 +1,4 @@
-"""A report in the formats that continuous integration reads: JUnit XML, and SARIF 2.1.0 for code scanning.
-
-A BUG is a failure, and INCONCLUSIVE an error: neither is a pass, as the exit code says. Notes are output, not results.
-"""
+"""A report in the formats that continuous integration reads: JUnit XML, and SARIF 2.1.0 for code scanning."""
 
 from __future__ import annotations
 
@@ -66,7 +63,11 @@ def sarif(report: Report, source: str = "") -> str:
                 spot = {"artifactLocation": {"uri": file}, "region": {"startLine": max(1, line)}}
                 result["locations"] = [{"physicalLocation": spot}]
             results.append(result)
-    rules = [_rule(bug) for bug in dict.fromkeys(result["ruleId"] for result in results)]
+    rules: list[dict[str, Any]] = []
+    for bug in dict.fromkeys(result["ruleId"] for result in results):
+        known = BUGS.get(bug)
+        about = {"shortDescription": {"text": known.cause if known else "a finding that fits no known bug"}}
+        rules.append({"id": bug, **about, **({"help": {"text": f"look at: {known.look}"}} if known else {})})
     tool = {"driver": {"name": "isograd-verify", "rules": rules}}
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [{"tool": tool, "results": results}]}
     return json.dumps(log, indent=1) + "\n"
@@ -101,13 +102,6 @@ def _escaped(text: str) -> str:
 
 def _value(text: str) -> str:
     return _escaped(text).replace(":", "%3A").replace(",", "%2C")
-
-
-def _rule(bug: str) -> dict[str, Any]:
-    if bug not in BUGS:
-        return {"id": bug, "shortDescription": {"text": "a finding that fits no known bug"}}
-    known = BUGS[bug]
-    return {"id": bug, "shortDescription": {"text": known.cause}, "help": {"text": f"look at: {known.look}"}}
 
 
 def _details(found: Finding) -> str:

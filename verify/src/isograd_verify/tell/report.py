@@ -15,7 +15,7 @@ from rich.table import Table
 
 from isograd_verify.record.events import Collective
 from isograd_verify.record.recording import Recording
-from isograd_verify.tell.findings import BUG, EXIT, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
+from isograd_verify.tell.findings import BUG, EXIT, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed, worst
 
 COLOUR = {PASS: "green", BUG: "red", INCONCLUSIVE: "yellow", NOTE: "cyan"}
 WIDTH = 120
@@ -33,8 +33,7 @@ class Report:
     @property
     def verdict(self) -> str:
         """BUG if any subject has one, else INCONCLUSIVE if any is, or if there is none, else PASS."""
-        verdicts = {subject.verdict for subject in self.subjects}
-        return BUG if BUG in verdicts else INCONCLUSIVE if INCONCLUSIVE in verdicts or not verdicts else PASS
+        return worst(subject.verdict for subject in self.subjects) if self.subjects else INCONCLUSIVE
 
     @property
     def ok(self) -> bool:
@@ -112,13 +111,9 @@ def _matrix(shown: list[Subject]) -> Table:
         table.add_column(f"{escape(subject.name)}\n[{COLOUR[subject.verdict]}]{subject.verdict}[/]", justify="right")
     classes = {subject.name: subject.classes() for subject in shown}
     for key in dict.fromkeys(k for found in classes.values() for k in found):
-        cells = []
-        for subject in shown:
-            if key not in classes[subject.name]:
-                cells.append("-")
-                continue
-            error, _, verdict = classes[subject.name][key]
-            cells.append(f"[{COLOUR[verdict]}]{error:.1e}{' ' + verdict if verdict != PASS else ''}[/]")
+        held = [classes[subject.name].get(key) for subject in shown]
+        words = [("", PASS) if one is None else (f"{one[0]:.1e}", one[2]) for one in held]
+        cells = [f"[{COLOUR[v]}]{error}{' ' + v if v != PASS else ''}[/]" if error else "-" for error, v in words]
         table.add_row(escape(key), *cells)
     return table
 

@@ -14,17 +14,14 @@ from isograd_verify.tell.findings import NOTE, Finding
 
 def left_out(recording: Recording) -> list[Finding]:
     """What was beyond the limit of a rank's file, as a note: it was judged by sketches, or not at all."""
-    for record in recording.ranks:
-        for event in record.of(Step):
-            told = dict(event.left_out)
-            if told:
-                limit = told.pop("limit") / 2**20
-                what = ", ".join(f"{count} {kind}" for kind, count in told.items())
-                sentence = (
-                    f"step {event.step}, rank {record.rank}: {what} were left out of the recording, which holds "
-                    f"{limit:g} MiB per rank and step; gradients are judged by their sketches instead"
-                )
-                return [Finding(NOTE, "", sentence)]
+    steps = [(record.rank, event) for record in recording.ranks for event in record.of(Step) if event.left_out]
+    for rank, event in steps[:1]:
+        what = ", ".join(f"{count} {kind}" for kind, count in event.left_out.items() if kind != "limit")
+        sentence = (
+            f"step {event.step}, rank {rank}: {what} were left out of the recording, which holds "
+            f"{event.left_out['limit'] / 2**20:g} MiB per rank and step; gradients are judged by their sketches instead"
+        )
+        return [Finding(NOTE, "", sentence)]
     return []
 
 
@@ -64,13 +61,11 @@ def spread(values: Iterable[float]) -> float:
 def labelled(found: dict[Key, float]) -> tuple[tuple[str, float], ...]:
     """Coefficients with their names, for bars; micro-batches and ranks that are alike are one."""
     ranks, micros = {k for k, _ in found}, {m for _, m in found}
-    if len(micros) > 1 and all(equal([c for (k, _), c in found.items() if k == rank]) for rank in ranks):
-        found = {(k, 0): c for (k, _), c in found.items()}
-    elif (
-        len(ranks) > 1 and len(micros) > 1 and all(equal([c for (_, j), c in found.items() if j == m]) for m in micros)
-    ):
+    several = len(micros) > 1
+    if several and all(equal(c for (k, _), c in found.items() if k == rank) for rank in ranks):
+        found, several = {(k, 0): c for (k, _), c in found.items()}, False
+    elif several and len(ranks) > 1 and all(equal(c for (_, j), c in found.items() if j == m) for m in micros):
         return tuple((_micro(m), c) for m, c in sorted({m: c for (_, m), c in found.items()}.items()))
-    several = len({m for _, m in found}) > 1
     return tuple((f"rank {k}, {_micro(m)}" if several else f"rank {k}", c) for (k, m), c in sorted(found.items()))
 
 
@@ -86,9 +81,8 @@ def _micro(m: int) -> str:
 
 def group_sizes(recording: Recording) -> set[int]:
     """The sizes of all groups that collectives ran over, and of the world."""
-    return {len(e.group) for record in recording.ranks for e in record.of(Collective) if len(e.group) > 1} | {
-        recording.world
-    }
+    found = {len(event.group) for record in recording.ranks for event in record.of(Collective)} - {0, 1}
+    return found | {recording.world}
 
 
 def meanings(recording: Recording, micros: int, factor: float) -> dict[str, str]:

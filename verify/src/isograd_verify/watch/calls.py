@@ -1,8 +1,5 @@
-"""What the calls of a model were made with in the watched steps, kept so that another run can be given it.
-
-A batch is more than what the model is given: labels stand beside it, in variables of the functions that led to the
-call. Kept are the tensors among the model's arguments and in local variables of the program's functions (variables.py),
-the state of the random generators, and what modules carry from step to step (`states`).
+"""What the calls of a model were made with in the watched steps, kept so that another run can be given it: tensors
+among its arguments and in variables around it (variables.py), random states, and what modules carry (`states`).
 """
 
 from __future__ import annotations
@@ -36,8 +33,7 @@ def file_of(step: int, micro: int, call: int, kind: str = GRAPH) -> str:
 
 
 def outermost(capture: Capture, module: nn.Module) -> str:
-    """How a model that learns is called: with a graph, or without one by a program that trains it; '' of a part, or
-    none."""
+    """How a model that learns is called: with a graph, or without one by a program that trains it; else ''."""
     if capture.stack or torch._C._current_graph_task_id() != -1 or foreign.functional():
         return ""
     kind = GRAPH if torch.is_grad_enabled() else CACHE if module.training else ""
@@ -45,8 +41,7 @@ def outermost(capture: Capture, module: nn.Module) -> str:
 
 
 def states(module: nn.Module) -> dict[str, Tensor]:
-    """By name, each once: buffers and other tensors of the modules in variables around the call (a loss with a running
-    mean) and of the one that is called, which may move from step to step."""
+    """Buffers and other tensors of modules in variables around the call and of the one that is called, each once."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for place, values in (*variables(), ("model", {"": module})):
@@ -152,8 +147,9 @@ def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
             if name.startswith(("argument/", "plain/")) and name not in found:
                 raise RuntimeError(f"{name.partition('/')[2]} of several ranks cannot be put together as rows")
             continue
-        sizes = [max(p.shape[d] for p in parts) for d in range(1, first.dim())]
-        found[name] = torch.cat([_filled(p, sizes) for p in parts])
+        sizes = [(d, max(p.shape[d] for p in parts)) for d in range(first.dim() - 1, 0, -1)]  # the last comes first
+        gaps = [[n for d, size in sizes for n in (0, size - p.shape[d])] for p in parts]
+        found[name] = torch.cat([nn.functional.pad(p, gap) for p, gap in zip(parts, gaps, strict=True)])
     return found | ({argument: torch.cat([found[name] for name in several])} if several else {})
 
 
@@ -165,11 +161,3 @@ def _views(whole: Tensor, kept: dict[str, Tensor]) -> tuple[str, ...]:
             rest = _views(whole[len(t) :], kept) or [n for n in held if torch.equal(held[n], whole[len(t) :])][:1]
             return (name, *rest) if rest else ()
     return ()
-
-
-def _filled(part: Tensor, sizes: list[int]) -> Tensor:
-    if list(part.shape[1:]) == sizes:
-        return part
-    whole = part.new_zeros(len(part), *sizes)
-    whole[tuple(slice(size) for size in part.shape)] = part
-    return whole

@@ -10,9 +10,7 @@ received; `parameter/NAME` before and `after/NAME` behind the step; and when `ac
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,9 +92,8 @@ class Capture(Recorder):
             del self.tensors[path]
 
     def snapshot(self, gradients: dict[str, Tensor] | None = None, talk: bool = True) -> None:
-        """The gradients as they are before clip: taken where clipping is called, else at the optimizer's door.
-        `gradients`: whole ones that an engine gives by name; else every parameter's own `grad`. `talk`: the other
-        ranks are here too, so a DTensor may be brought into place."""
+        """The gradients as they are before clip. `gradients`: whole ones that an engine gives by name, not `grad`.
+        `talk`: the other ranks are here too, so a DTensor may be brought into place."""
         if self.snapped:
             return
         self.snapped = True
@@ -105,7 +102,11 @@ class Capture(Recorder):
                 "gradients are kept in main_grad, as by Megatron-Core's DistributedDataParallel and distributed "
                 "optimizer, which is not understood"
             )
-        self.before = {n: _state(foreign.local(p)) for n, p in self.learn_names().items()}
+        self.before = {}
+        for name, parameter in self.learn_names().items():
+            flat = foreign.local(parameter).detach().reshape(-1)
+            constant = flat.numel() == 0 or bool((flat[:64] == flat[0]).all() and (flat == flat[0]).all())
+            self.before[name] = {"before": digest(flat), "constant": constant}
         for name, parameter in self.learn_names().items():
             gradient = gradients.get(name) if gradients is not None else parameter.grad
             if gradient is None or (not talk and foreign.misplaced(parameter, gradient)):
@@ -114,8 +115,7 @@ class Capture(Recorder):
         self.guarded(self.rewrites.write_early, "changes")()
 
     def before_step(self, owned: list[Tensor], rates: list[float | None]) -> None:
-        """An optimizer is about to step these parameters, each with a learning rate. Several that step without a
-        backward in between belong to one step."""
+        """An optimizer is about to step. Several that step without a backward in between belong to one step."""
         self.held.clear()
         self.learn_names()
         self.owned |= {name for p in owned for name in self._names_of(p)}
@@ -191,7 +191,7 @@ class Capture(Recorder):
                 shape=tuple(part.shape),
                 whole=whole,
                 box=box,
-                declared=foreign.declares(parameter),
+                declared=isinstance(parameter, foreign.DTensor | foreign.FlatPiece),
                 dtype=dtype_name(part),
                 trainable=parameter.requires_grad and name not in self.waiting,
                 owned=name in self.owned or foreign.owner(parameter) in self.belongs,
@@ -209,27 +209,16 @@ class Capture(Recorder):
         self.unreached.clear()
         left = {"limit": self.limit, **self.left_out} if self.left_out else {}
         now = time.time() - self.began
-        was = Step(
-            *self.now, parameters=about, backwards=self.backwards, note=note, at=now, left_out=left,
-            by_hand=bool(not note and not self.optimizers and self.rewrites.by_hand), nameless=len(self.nameless),
-        )  # fmt: skip
-        self.event(replace(was, issued=foreign.issued()))
+        by_hand = bool(not note and not self.optimizers and self.rewrites.by_hand)
+        self.event(Step(
+            *self.now, parameters=about, backwards=self.backwards, note=note, at=now, left_out=left, by_hand=by_hand,
+            nameless=len(self.nameless), issued=foreign.issued(),
+        ))  # fmt: skip
         self.out.tensors(self.step, self.tensors)
         self.tensors, self.written = {}, 0
-        self.left_out.clear()
-        self.storages.clear()
-        self.owned.clear()
-        self.nameless.clear()
-        self.rates.clear()
-        self.waiting.clear()
-        self.watch.flows.clear()
-        self.watch.states.clear()
+        of_step = (self.left_out, self.storages, self.owned, self.nameless, self.rates, self.waiting)
+        for held in (*of_step, self.watch.flows.marks, self.watch.states):
+            held.clear()
         self.step, self.micro, self.snapped, self.cleared = self.step + 1, -1, False, 0
         if not self.steps.watches(self.step):
             self.pause()
-
-
-def _state(part: Tensor) -> dict[str, Any]:
-    flat = part.detach().reshape(-1)
-    constant = flat.numel() == 0 or bool((flat[:64] == flat[0]).all() and (flat == flat[0]).all())
-    return {"before": digest(part), "constant": constant}

@@ -1,12 +1,9 @@
-"""Sees a program clip: gradients are looked at before, norms are told, and gradient scalers are watched.
-
-A scaler multiplies the loss, and takes its factor from the gradients in `unscale_`, or else in its step. A clip before
-that compares gradients that are many times as large with its bound.
+"""Sees a program clip: gradients are looked at before, norms are told, and gradient scalers are watched: a clip before
+`unscale_` compares gradients that are many times as large with its bound.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -56,18 +53,14 @@ class Clips:
             wrap(home, "clip_grad_value_", self._clips)
         wrap(torch.nn.utils, "clip_grads_with_norm_", self._clips)
         wrap(foreign.FullyShardedDataParallel, "clip_grad_norm_", self._clips)
-        sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
-        for scaler in filter(
-            None, (getattr(torch.amp, "GradScaler", None), getattr(sharded, "ShardedGradScaler", None))
-        ):
+        for scaler in (torch.amp.GradScaler, foreign.ShardedGradScaler):
             wrap(scaler, "unscale_", self._unscales)
             wrap(scaler, "scale", self._scales)
-        if hasattr(torch.amp, "GradScaler"):
-            wrap(torch.amp.GradScaler, "step", self._steps)
+        wrap(torch.amp.GradScaler, "step", self._steps)
 
     def _clips(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        """A clip to a norm, which it returns or is given, or of each element."""
-        parameters = _listed(parameters)
+        if isinstance(parameters, Iterable) and not isinstance(parameters, Tensor | nn.Module):
+            parameters = list(parameters)  # an iterator can be read once
         self.capture.guarded(self.capture.snapshot)()
         result = original(parameters, *args, **kwargs)
         bound, given = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value")), [*args[1:2], None][0]
@@ -126,9 +119,3 @@ class Clips:
             far = clip.bound < scale * tolerances.SCALED  # else the program has multiplied the one by the other
             if far and clip.backwards == c.backwards and owned & set(map(id, clip.parameters)) and clip.clipped():
                 c.event(ScaledClip(*c.now, site=clip.site, bound=clip.bound, scale=scale))
-
-
-def _listed(parameters: Any) -> Any:
-    """An iterator can be read once."""
-    given = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor | nn.Module)
-    return list(parameters) if given else parameters

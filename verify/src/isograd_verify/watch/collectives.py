@@ -118,7 +118,6 @@ class WatchMode(TorchDispatchMode):
         return result
 
     def _number(self, args: Any, result: Tensor) -> None:
-        """An operator made one number."""
         many = any(type(t) is Tensor and t.requires_grad and t.dim() for t in args)
         if many and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.listener.reduced = foreign.call_site(self.listener.base)
@@ -205,9 +204,8 @@ class WatchMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _logit_shift(self, args: Any) -> None:
-        """Under torch's loss_parallel, log_softmax has no backward of its own. A softmax does not see a number that is
-        added to all logits of a row, so the gradient of a row must sum to zero over the whole vocabulary: this rank
-        tells its part of that sum, over all rows with random signs."""
+        """Under torch's loss_parallel, log_softmax has no backward of its own. The gradient of a row must sum to zero
+        over the vocabulary: this rank tells its part of that sum, over all rows with random signs."""
         gradient = foreign.local(args[0]).detach().double().movedim(args[2], -1).flatten(0, -2)
         signs = torch.randn(len(gradient), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         shift, size = float(gradient.sum(1) @ signs), float(gradient.abs().sum(1) @ signs.abs())

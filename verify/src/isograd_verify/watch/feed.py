@@ -1,9 +1,8 @@
 """Gives a program, run as a world of one, the data of an earlier run of it: each call of its model gets what a call of
 some rank was made with (calls.py), and each backward is recorded by itself, as an optimizer step of its own.
 
-Its first step is left as it is, to see how much a label weighs on one device; then calls are fed. Optimizers find no
-gradients; weights, and what modules carry from step to step, are those with which the other run's step began. After the
-last call the process ends: what follows would train on nothing.
+Its first step is left as it is; then calls are fed. Optimizers find no gradients; weights, and what modules carry from
+step to step, are those with which the other run's step began. After the last call the process ends.
 """
 
 from __future__ import annotations
@@ -83,10 +82,8 @@ class Feed:
         self.natural = int(about["natural"])  # so many steps at first are the program's own
         self.turns = int(about["turns"])  # so many make a round, in which optimizers step one after another
         if self.turns > 1:  # what steps later in a round may be in the graph before
-            self.stepped, every = (
-                self.learn,
-                {name for held in self.learn.values() for name, yes in held.items() if yes},
-            )
+            self.stepped = self.learn
+            every = {name for held in self.learn.values() for name, yes in held.items() if yes}
             self.learn = {step: {name: name in every for name in held} for step, held in self.learn.items()}
         self.fed = self.call = 0  # backwards that are over; calls of the model in this one
         self.cached = False  # calls without a graph were fed in this step: what follows from them stands in variables
@@ -142,14 +139,13 @@ class Feed:
             self._leave_states()
             self._set_weights(step)
         self.capture.routing.only = step
-        paths = [self.home / f"rank-{rank:04d}" / file_of(step, micro, self.call, kind) for rank in ranks]
+        paths = {rank: self.home / f"rank-{rank:04d}" / file_of(step, micro, self.call, kind) for rank in ranks}
         self.call += 1
-        for rank, path in zip(ranks, paths, strict=True):
-            if not path.exists():
-                raise RuntimeError(
-                    f"the model is called {self.call} times before a backward, and less often on rank {rank}"
-                )
-        kept = load(paths[0]) if len(paths) == 1 else joined([load(path) for path in paths])
+        for rank in (rank for rank, path in paths.items() if not path.exists()):
+            raise RuntimeError(
+                f"the model is called {self.call} times before a backward, and less often on rank {rank}"
+            )
+        kept = load(paths[ranks[0]]) if len(paths) == 1 else joined([*map(load, paths.values())])
         words = {name: value for name, value in kept.items() if name.startswith("plain/")}
         self.plain = {name[6:]: json.loads(bytes(value.tolist())) for name, value in words.items()}
         self._give(kept | self.means, found(args, kwargs))
@@ -191,7 +187,6 @@ class Feed:
                 parameter.requires_grad_(self.learn[step][name])
 
     def _leave_states(self) -> None:
-        """What modules carry behind the last backward."""
         state = self.states()
         kept = {name: state[name].detach().cpu().clone() for name in self.moving & state.keys()}
         if self.fed and kept:
@@ -230,8 +225,7 @@ class Feed:
         self._leave_states()
 
     def _withhold(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Behind the capture's hook: an optimizer without gradients changes nothing; a closure makes them in its
-        step."""
+        """An optimizer without gradients changes nothing; a closure makes them in its step."""
         self.cached = False
         self._remember()
         closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None

@@ -31,10 +31,6 @@ class Flows:
         # A weak reference keeps the address of a storage from being given to another one.
         self.marks: dict[int, tuple[StorageWeakRef, Marks]] = {}
 
-    def clear(self) -> None:
-        """Forgets all marks, when a step is over."""
-        self.marks.clear()
-
     def begin(self, number: int, op: str, named: dict[str, Any], result: Any, ranks: tuple[int, ...]) -> None:
         """A collective without a backward was called; `named`: its arguments."""
         given = {memory(t) for k, v in named.items() if k not in OUTPUTS for t in strided(v)}
@@ -92,8 +88,7 @@ class Flows:
 
 
 def memory(t: Tensor) -> int:
-    """Names a tensor's memory, and no other one's while a StorageWeakRef to it is kept; its address may be given to
-    another tensor as soon as it is free."""
+    """Names a tensor's memory while a StorageWeakRef to it is kept; later its address may be another tensor's."""
     return int(t.untyped_storage()._cdata)
 
 

@@ -8,8 +8,11 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # path segments that wrappers add
 SHELLS = ("DistributedDataParallel", "DataParallel", "OptimizedModule", "DeepSpeedEngine", "FullyShardedDataParallel")
 
-__all__ = ["DTensor", "FullyShardedDataParallel", "box_of", "joined", "members", "plain_name", "shell", "world"]
+__all__ = ["DTensor", "FullyShardedDataParallel", "ShardedGradScaler", "box_of", "joined", "members", "world"]
 
 ENGINE = re.compile(r"/(?:src|site-packages)/isograd/")  # isograd's own files
 Box = tuple[tuple[int, int], ...]  # [start, stop] along each dimension
@@ -58,9 +62,7 @@ def world() -> tuple[int, int]:
     """(rank, world size): of the joined world, else what a launcher promised, else a world of one."""
     if joined():
         return dist.get_rank(), dist.get_world_size()
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return 0, 1
+    return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if placed() else (0, 1)
 
 
 @lru_cache(maxsize=4096)
@@ -92,13 +94,10 @@ def placed() -> bool:
 
 def members(group: Any) -> tuple[int, ...]:
     """Global ranks of a group that an operator received: as a name, or boxed for the dispatcher."""
-    name = group if isinstance(group, str) else None
-    if name is None:
-        if isinstance(group, torch.ScriptObject):
-            group = dist.ProcessGroup.unbox(group)
-        name = group.group_name
+    if isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
     try:
-        return _members_by_name(name, dist.get_world_size())
+        return _members_by_name(group if isinstance(group, str) else group.group_name, dist.get_world_size())
     except (RuntimeError, ValueError, KeyError):
         return tuple(range(group.size())) if hasattr(group, "size") else ()
 
@@ -196,9 +195,11 @@ def box_of(parameter: Held) -> tuple[tuple[int, int], ...] | None:
     return None
 
 
-def shell(module: torch.nn.Module) -> bool:
-    """Whether a module only wraps the user's model ('module.' in front of every name)."""
-    return type(module).__name__ in SHELLS
+def unwrapped(module: torch.nn.Module) -> Any:
+    """The user's model inside of modules that only wrap it ('module.' in front of every name)."""
+    while type(module).__name__ in SHELLS:
+        module = next(iter(module.children()))
+    return module
 
 
 def coefficients(module: torch.nn.Module) -> dict[str, float]:
@@ -207,10 +208,8 @@ def coefficients(module: torch.nn.Module) -> dict[str, float]:
     if getattr(config, "output_router_logits", False) is not True:
         return {}
     numbers = [getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
-    told = {
-        "router_aux_loss_coef": getattr(config, "router_aux_loss_coef", None),
-        "num_experts": next((number for number in numbers if number is not None), None),
-    }
+    experts = next((number for number in numbers if number is not None), None)
+    told = {"router_aux_loss_coef": getattr(config, "router_aux_loss_coef", None), "num_experts": experts}
     return {name: float(value) for name, value in told.items() if isinstance(value, float | int)}
 
 
@@ -226,17 +225,16 @@ def owner(parameter: Held) -> Tensor:
 
 def misplaced(parameter: Held, gradient: Tensor) -> bool:
     """Whether `placed_like` would have to communicate."""
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-        return False
-    return gradient.placements != parameter.placements
+    both = isinstance(gradient, DTensor) and isinstance(parameter, DTensor)
+    return both and gradient.placements != parameter.placements  # type: ignore[attr-defined, union-attr]
 
 
 def placed_like(parameter: Held, gradient: Tensor) -> Tensor:
     """This rank's part of a gradient, cut as its parameter is. DTensor leaves some gradients partial or whole until a
     step needs them; bringing them into place is what that step would do, and the only time the capture communicates."""
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and misplaced(parameter, gradient):
+    if misplaced(parameter, gradient):
         with torch.no_grad():
-            return gradient.redistribute(parameter.device_mesh, parameter.placements).to_local()
+            return gradient.redistribute(parameter.device_mesh, parameter.placements).to_local()  # type: ignore
     return local(gradient)
 
 
@@ -259,11 +257,6 @@ def offset(parameter: Held, part: Tensor, whole: tuple[int, ...] | None, whole_b
     return (box[0][0] - (whole_box[0][0] if whole_box else 0)) * math.prod(whole[1:])
 
 
-def declares(parameter: Held) -> bool:
-    """Whether torch itself says which part of the whole this rank holds."""
-    return isinstance(parameter, DTensor | FlatPiece)
-
-
 def imagined(values: Any) -> bool:
     """Whether tensors without contents are among some arguments: shapes are computed, and nothing else."""
     if isinstance(values, Tensor):
@@ -276,12 +269,14 @@ def stepped(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def frames() -> Iterator[FrameType]:
+    """The calls that led to the function that asks, the innermost first."""
+    return (frame for frame, _ in walk_stack(sys._getframe(2)))
+
+
 def infers_shapes() -> bool:
     """Whether a schedule of torch's pipelining calls a stage, or the loss, to learn shapes and nothing else."""
-    frame = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_name.endswith(("_metadata_inference", "_shape_inference")):
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+    return any(frame.f_code.co_name.endswith(("_metadata_inference", "_shape_inference")) for frame in frames())
 
 
 def functional() -> bool:
@@ -298,11 +293,8 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a nest of sequences and dicts."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in tensors_in(v)]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in tensors_in(v)]
-    return []
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [t for v in inside for t in tensors_in(v)]
 
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -313,12 +305,10 @@ _WRAPS = "typing_extensions.py"  # stands around functions of torch that are dep
 
 def call_site(base: str) -> str:
     """'train.py:33 in step': the nearest frame that is neither torch's nor isograd's."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         file = frame.f_code.co_filename
         mine = (file.startswith(_OURS) and not file.startswith(_CORPUS)) or ENGINE.search(file)
         if not (mine or file.startswith((_TORCH, "<")) or "contextlib" in file or file.endswith(_WRAPS)):
             shown = os.path.relpath(file, base) if file.startswith(base) else os.path.basename(file)
             return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -1,11 +1,5 @@
-"""Sees autograd Functions: those that communicate, and losses that are Functions of the program's own (a fused head and
-cross-entropy, a loss in chunks).
-
-Of a Function that communicates is kept what it was given, made, got back and sent back. The backward of a linear one is
-its adjoint: over all ranks of its group, what it made times what came back is what it was given times what it sent
-back. Whether a call was linear (a gather, a sum, an exchange) is judged from contents (judge/checks/adjoints.py).
-
-torch tells nothing of what a loss computes that is a Function. Two kinds are counted all the same:
+"""Sees autograd Functions: those that communicate (judge/checks/adjoints.py), and losses that are Functions of the
+program's own (a fused head and cross-entropy, a loss in chunks). Two kinds of losses are counted:
 
     proven    it is given labels, and what its backward returns for a few rows is a cross-entropy's gradient: softmax
               minus one-hot, times the head's weight where that is inside. The factor is what each label weighs.
@@ -106,10 +100,11 @@ class _Call:
         made = self.made[: len(came_back)]
         if any(a.shape != b.shape for a, b in zip([*given, *made], [*back, *came_back], strict=True)):
             return
-        both = (_product(made, came_back), _product(given, back))
-        size = sum(_size(a) * _size(b) for a, b in ((made, came_back), (given, back)))
-        for part, tensors in (("in", given), ("out", made), ("came", came_back), ("sent", back)):
-            self.c.tensors[f"function/{self.number}/{part}"] = _sketch(tensors)
+        parts = {"in": given, "out": made, "came": came_back, "sent": back}
+        rows = {part: torch.cat([t.reshape(-1).double() for t in tensors]) for part, tensors in parts.items()}
+        both = float(rows["out"] @ rows["came"]), float(rows["in"] @ rows["sent"])
+        size = sum(float(rows[a].norm() * rows[b].norm()) for a, b in (("out", "came"), ("in", "sent")))
+        self.c.tensors |= {f"function/{self.number}/{part}": sketch(row) for part, row in rows.items()}
         if len(given) == len(made) == len(self.labels) == 1 and made[0].numel() == self.labels[0].numel():
             self._rows(given[0], back[0], made[0], came_back[0], group.index(foreign.world()[0]))
         contents = _contents(given), _contents(made)
@@ -137,24 +132,8 @@ def _or_zeros(gradient: Tensor | None, of: Tensor) -> Tensor:
     return torch.zeros_like(of) if gradient is None else foreign.local(gradient.detach())
 
 
-def _product(left: list[Tensor], right: list[Tensor]) -> float:
-    return sum(float((a.double() * b.double()).sum()) for a, b in zip(left, right, strict=True))
-
-
 def _contents(tensors: list[Tensor]) -> str:
     return str(sum(map(content_hash, tensors)) % 2**64)
-
-
-def _size(tensors: list[Tensor]) -> float:
-    return float(sum(float(t.double().square().sum()) for t in tensors) ** 0.5)
-
-
-def _sketch(tensors: list[Tensor]) -> Tensor:
-    total, at = torch.zeros(256, dtype=torch.float64), 0
-    for t in tensors:
-        total += sketch(t, at)
-        at += t.numel()
-    return total
 
 
 ROWS = 16  # that are looked at
@@ -182,12 +161,8 @@ class LossArgs:
         return found if weight is None else found @ weight
 
 
-class Fused:
+class Fused(Functions):
     """Watches calls of autograd Functions."""
-
-    def __init__(self, capture: Recorder) -> None:
-        self.capture = capture
-        self.functions = Functions(capture)
 
     def wrapper(self) -> tuple[Any, Any]:
         """(what Function.apply is, what takes its place)."""
@@ -213,7 +188,7 @@ class Fused:
         finally:
             c.in_function -= 1
         c.guarded(self._made, "labels")(args, result, found)
-        c.guarded(self.functions.called, "functions")(call.args[0], args, result, before)
+        c.guarded(self.called, "functions")(call.args[0], args, result, before)
         return result
 
     def _made(self, args: Any, result: Any, found: list[LossArgs]) -> None:

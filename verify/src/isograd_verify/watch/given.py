@@ -1,7 +1,5 @@
-"""What a model was given: every tensor of a call by name, as hashes that add up over ranks and micro-batches.
-
-Names are those of forward's parameters and of the keys of dicts, so that model(x) and model(tokens=x), or model(batch)
-and model(**batch), are one.
+"""What a model was given: every tensor of a call by name (of forward's parameters, and of the keys of dicts), as hashes
+that add up over ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -26,10 +24,8 @@ MOST_OUTPUTS = 16  # of a model that are asked whether a backward reaches them
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """Every tensor in a call's arguments, by name; a wrapper's arguments go to the module inside it."""
-    while foreign.shell(module):
-        module = next(iter(module.children()))
     found: dict[str, Tensor] = {}
-    for path, key, tensor in _walk(_bound(module, args, kwargs), "", ""):
+    for path, key, tensor in _walk(_bound(foreign.unwrapped(module), args, kwargs), "", ""):
         found[key if key not in found else path] = tensor
     return found
 
@@ -64,12 +60,8 @@ def described(tensors: dict[str, Tensor]) -> dict[str, GivenTensor]:
     about = {}
     for name, tensor in tensors.items():
         local = foreign.local(tensor)
-        about[name] = GivenTensor(
-            hash=str(content_hash(local)),
-            shape=tuple(local.shape),
-            dtype=dtype_name(local),
-            fillers=tuple(str(h) for h in _fillers(local)),
-        )
+        hashed, fillers = str(content_hash(local)), tuple(map(str, _fillers(local)))
+        about[name] = GivenTensor(hash=hashed, shape=tuple(local.shape), dtype=dtype_name(local), fillers=fillers)
     return about
 
 

@@ -56,7 +56,7 @@ class Hooks:
         step_ends = guarded(self._step_ends)
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            step_ends(optimizer, args, kwargs)
+            step_ends()
             if not self.capture.tick(optimizer):
                 self._let_go()
 
@@ -129,31 +129,25 @@ class Hooks:
             c.close_step()
             if not c.active:
                 return
-            c.root(module)
+            self._learn(module)
             if c.modules.get(module) is not None and torch.is_grad_enabled():
                 c.event(Input(*c.now, forward=c.micro + 1))
-            for name, parameter in c.learn_names().items():
-                if isinstance(parameter, Tensor):
-                    self._on_parameter(name, parameter)
             c.reserve()
             self.calls.clear()
             if torch.is_grad_enabled():
                 c.guarded(c.look_at_buffers, "buffers")("between")
-        elif module not in c.modules:
-            self._unlisted(module)
+        elif module not in c.modules and not c.flats:  # in a list, where torch does not find it
+            mine = [p for p in module.parameters() if p.requires_grad and p.is_leaf and not foreign.flat(p)]
+            if not all(p in c.names for p in mine):
+                self._learn(module)
         if not c.stack or any(isinstance(one, Tensor) for one in (*module._buffers.values(), *vars(module).values())):
             c.guarded(self.watch.states.called, "states")(module, args)
         c.stack.append(c.modules.get(module, type(module).__name__))
         c.drawn.append(False)
 
-    def _unlisted(self, module: nn.Module) -> None:
-        """A module in a list, where torch does not find it, is learnt as one that is called from outside."""
-        c = self.capture
-        mine = [p for p in module.parameters() if p.requires_grad and p.is_leaf and not foreign.flat(p)]
-        if c.flats or all(p in c.names for p in mine):
-            return
-        c.root(module)
-        for name, parameter in c.learn_names().items():
+    def _learn(self, module: nn.Module) -> None:
+        self.capture.root(module)
+        for name, parameter in self.capture.learn_names().items():
             if isinstance(parameter, Tensor):
                 self._on_parameter(name, parameter)
 
@@ -176,14 +170,11 @@ class Hooks:
         first = next((t for t in foreign.tensors_in(output)), None)
         given = next((t for t in foreign.tensors_in(args)), None)
         if drew and first is not None and given is not None:
-            into, out = digest(foreign.local(given)), digest(foreign.local(first))
-            graph = torch.is_grad_enabled()
-            shape, mask = tuple(first.shape), _mask(foreign.local(given), foreign.local(first))
-            about = Draw(
-                *c.now, module=name, into=into, out=out, forward=c.micro + 1, shape=shape, graph=graph, mask=mask
-            )
-            c.event(about)
-        if first is None or not torch.is_tensor(first):
+            into, out = foreign.local(given), foreign.local(first)
+            about: dict[str, Any] = {"module": name, "forward": c.micro + 1, "graph": torch.is_grad_enabled()}
+            about |= {"into": digest(into), "out": digest(out), "mask": _mask(into, out)}
+            c.event(Draw(*c.now, shape=tuple(first.shape), **about))
+        if first is None:
             return
         micro = c.micro + 1  # the backward that will follow
         call = self.calls.get(name, 0)
@@ -211,12 +202,8 @@ class Hooks:
         self.seen[parameter] = True
         c = self.capture
         name = c.names.get(parameter, name)
-
-        def accumulated(leaf: Tensor) -> None:
-            c.accumulated(name, leaf)
-
         box = foreign.box_of(parameter) if isinstance(parameter, foreign.DTensor) else None
-        hooks = partial(self._arrives, name, box=box), accumulated
+        hooks = partial(self._arrives, name, box=box), partial(c.accumulated, name)
         arrival, accumulation = (unserializable_hook(c.guarded(hook)) for hook in hooks)
         accumulation._isograd_hook = True  # an Engine refuses others (engine/validation.py)
         self.on_parameters.append(parameter.register_hook(arrival))
@@ -260,7 +247,6 @@ class Hooks:
                 self.capture.guarded(self.capture.look_at_buffers, "buffers")("backward")
 
     def _reached(self, roots: list[Tensor]) -> None:
-        """Collectives without a backward that have a say in what backward begins with."""
         calls = self.watch.flows.of(strided(roots))
         if calls:
             self.capture.event(Reached(*self.capture.now, calls=tuple(calls.items())))
@@ -276,15 +262,12 @@ class Hooks:
         return result
 
     def _average(self, averaged: nn.Module) -> None:
-        inner: Any = averaged.module
-        while foreign.shell(inner):
-            inner = next(iter(inner.children()))
-        hashes = {foreign.plain_name(name): digest(foreign.local(p)) for name, p in inner.named_parameters()}
+        named = foreign.unwrapped(averaged.module).named_parameters()  # type: ignore[arg-type]
+        hashes = {foreign.plain_name(name): digest(foreign.local(p)) for name, p in named}
         self.capture.event(Average(*self.capture.now, hashes=hashes))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """An optimizer that is given a closure computes its gradients inside its step, once or several times (LBFGS):
-        the closure's first call is the step that is judged."""
+        """An optimizer's closure computes gradients inside its step: its first call is the step that is judged."""
         closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
         self.capture.guarded(self._step_begins)(optimizer, closure)
         if closure is None or not self.capture.active:
@@ -301,7 +284,6 @@ class Hooks:
             c.before_step(foreign.stepped(optimizer), _rates(optimizer))
 
     def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose first call is watched as forward and backward before the step, and no later one."""
         c = self.capture
         called = False
 
@@ -322,11 +304,10 @@ class Hooks:
 
         return watched
 
-    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        c = self.capture
-        c.stepping -= 1
-        if c.stepping == 0 and not self.capture.inside_engine:
-            c.after_step()
+    def _step_ends(self) -> None:
+        self.capture.stepping -= 1
+        if self.capture.stepping == 0 and not self.capture.inside_engine:
+            self.capture.after_step()
 
     def _isograd_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
         """Its gradients are sums until the step divides; `grads()` gives them whole and divided, on every rank."""
@@ -398,7 +379,6 @@ class Hooks:
 
 
 def _rates(optimizer: Optimizer) -> list[float | None]:
-    """The learning rate of each parameter that `foreign.stepped` lists."""
     known = [float(g["lr"]) if isinstance(g.get("lr"), float | int | Tensor) else None for g in optimizer.param_groups]
     return [rate for rate, group in zip(known, optimizer.param_groups, strict=True) for _ in group["params"]]
 

@@ -6,27 +6,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from isograd_verify.errors import ConfigError
 from isograd_verify.record.events import Backward, Event, Lost, OtherWorld, Step
 from isograd_verify.record.recording import RankWriter
 from isograd_verify.watch import foreign
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-import re
-from dataclasses import dataclass
-
-from isograd_verify.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Life:
         self.pending: list[Event] = []  # events from before the rank was known
         self.active = False  # it looks, and notes what it sees
         self.installed = False  # its hooks are in the program
-        self.left = False  # its dispatch mode is not
+        self.left = True  # its dispatch mode is not
         self.compiled = False  # a module was called that torch.compile was asked for
         self.failure = ""
         self.blinded: dict[str, str] = {}  # what is no longer watched -> the error that ended it
@@ -114,15 +113,19 @@ class Life:
 
     def start(self) -> None:
         """Puts hooks and the dispatch mode into the program."""
-        self.active = self.installed = True
         living.add(self)
-        self.left = False
         self.pid = os.getpid()
+        self._install()
+
+    def _install(self) -> None:
+        self.active = self.installed = True
         # A dispatch mode and torch.compile exclude each other, and what was not compiled once never will be: compiling
         # waits, by torch's own switch, until the watched steps are over.
         self.stance = torch.compiler.set_stance("force_eager")
         self.hooks.install()
-        self.watch.enter_below()
+        if self.left:
+            self.watch.enter_below()
+        self.left = False
 
     def tick(self, optimizer: Any) -> bool:
         """After each step. Steps are timed beyond the first watched ones, for the overhead; False when all is done."""
@@ -148,12 +151,7 @@ class Life:
         if self.failure or self.writer is None:
             return
         self.step, self.micro, self.last_step_at = max(self.step, self.ticks + 1), -1, self.backwards
-        self.active = self.installed = True
-        self.stance = torch.compiler.set_stance("force_eager")
-        self.hooks.install()
-        if self.left:
-            self.watch.enter_below()
-        self.left = False
+        self._install()
 
     def abandon(self) -> None:
         """In a forked child (a data loader's worker): not a rank, nothing is written from here."""
@@ -168,12 +166,12 @@ class Life:
             return
         self.active = False
         self._uninstall()
+        self._tell(watched_seconds=time.time() - self.began, compiled=self.compiled)
+
+    def _tell(self, **more: Any) -> None:
+        """That the watching is over, and why."""
         if self.writer is not None:
-            self.writer.about |= {
-                "watching": False,
-                "watched_seconds": time.time() - self.began,
-                "compiled": self.compiled,
-            }
+            self.writer.about |= {"watching": False, **more}
             self.writer.about |= {"failed": self.failure} if self.failure else {}
             self.writer.save_about()
 
@@ -190,8 +188,7 @@ class Life:
         if self.active:
             self.guarded(self.close_step)()
         died = getattr(sys, "last_value", None)
-        dying = died is not None
-        if self.active and self.micro >= 0 and self.step == 1 and not dying:
+        if self.active and self.micro >= 0 and self.step == 1 and died is None:
             self.guarded(self.leftover)()
         self.pause()
         if not self.left:  # a mode of the program's was on top when the watched steps ended
@@ -224,9 +221,7 @@ class Life:
             raise error
         self.active, self.stepping = False, 0
         self.failure = spelled(error)
-        if self.writer is not None:
-            self.writer.about |= {"failed": self.failure, "watching": False}
-            self.writer.save_about()
+        self._tell()
 
     def guarded(self, what: Callable[..., Any], sense: str = "") -> Callable[..., Any]:
         """A hook of the capture: timed, called only while watching, and never the end of the program. `sense`: what is
@@ -298,8 +293,7 @@ def spelled(error: Exception, beyond: tuple[str, ...] = ()) -> str:
 
 
 def claim(directory: Path, rank: int) -> bool:
-    """Whether this process may write rank `rank`'s part of the recording. The earlier part of a rank that is started
-    again is set aside; a second process that calls itself the same rank while the first one lives leaves a note."""
+    """Whether this process may write a rank's part. An earlier start is set aside; a second one leaves a note."""
     home = directory / f"rank-{rank:04d}"
     try:
         owner = int(json.loads((home / "rank.json").read_text())["pid"])
@@ -319,8 +313,6 @@ def alive(pid: int) -> bool:
     """Whether a process with this id exists."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True

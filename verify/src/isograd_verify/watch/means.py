@@ -1,8 +1,5 @@
 """Sees means in forward: one number that is the mean of many, and in backward the weight that each of the many gets.
 
-    torch's losses with reduction "mean", x.mean(), x.sum() / count, (x * mask).sum() with whatever divides it
-
-Means over ranks or micro-batches with different counts are no mean over all: each element of a small one weighs more.
 A sum whose mask is known needs no divisor: what comes back to it is the weight of each element. The mask is read off
 the graph in front of the sum, but not where a hook of the program has put it elsewhere (checkpointing, offloading).
 A term of the loss is told apart from others by the place it comes from and by all calls that led there.
@@ -13,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import sys
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -64,7 +60,8 @@ class Means:
     def look(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """After one of the operators SEEN."""
         given = args[0] if args else None
-        if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled() or not _number(result):
+        one = type(result) is Tensor and result.dim() == 0 and result.is_floating_point()
+        if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled() or not one:
             return
         if not isinstance(given, Tensor) or not (given.requires_grad or self.is_sum(given)) or foreign.infers_shapes():
             return
@@ -76,7 +73,8 @@ class Means:
         of = self._of(given)
         count = None if of is not None and of.masked else self._count(name, given, args, kwargs)
         if count is not None:
-            by_torch = name not in ("div", "mul") or _in_kl_div()
+            kl_div = torch.nn.functional.kl_div.__code__  # where torch divides: `batchmean` is no operator's
+            by_torch = name not in ("div", "mul") or any(frame.f_code is kl_div for frame in foreign.frames())
             number = Number(f"{name} {_path()}", foreign.call_site(self.capture.base), count, average=by_torch)
             if of is not None:
                 of.divided = True
@@ -84,7 +82,6 @@ class Means:
             self.fresh.append((result, number))
 
     def _sum(self, given: Tensor, result: Tensor) -> Number:
-        """Many numbers are added up."""
         count, masked = added(given)
         nonzero = 0.0 if masked else float(given.count_nonzero())
         number = Number(
@@ -131,33 +128,14 @@ class Means:
         if gradient is None or not number.count or penalty:  # None: the number is in the graph, and no part of the loss
             return
         weight = float(gradient) / (number.count if number.mean else 1.0)
-        told = MeanWeight(
-            *c.now, term=number.term, site=number.site, count=number.count, weight=weight,
-            nonzero=number.nonzero, divided=number.divided, average=number.average, elements=number.elements,
-        )  # fmt: skip
-        c.weight(told)
-
-
-def _number(result: Any) -> bool:
-    return type(result) is Tensor and result.dim() == 0 and result.is_floating_point()
-
-
-def _in_kl_div() -> bool:
-    """Whether it is torch that divides: `batchmean` is no operator's."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not torch.nn.functional.kl_div.__code__:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+        about = {name: getattr(number, name) for name in ("nonzero", "divided", "average", "elements")}
+        c.weight(MeanWeight(*c.now, term=number.term, site=number.site, count=number.count, weight=weight, **about))
 
 
 def _path() -> str:
     """The same for calls that came the same way through the program."""
-    lines = []
-    frame = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_TORCH):
-            lines.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}:{frame.f_lasti}")
-        frame = frame.f_back  # type: ignore[assignment]
+    calls = [(f.f_code.co_filename, f"{f.f_lineno}:{f.f_lasti}") for f in foreign.frames()]
+    lines = [f"{os.path.basename(file)}:{place}" for file, place in calls if not file.startswith(_TORCH)]
     return hashlib.blake2b(" ".join(lines).encode(), digest_size=6).hexdigest()
 
 

@@ -66,15 +66,8 @@ def _paths(kind: str, name: str, sums: sketch.Projected, dtype: torch.dtype) -> 
     return {f"along/{kind}/{dim}/{name}": along.to(dtype) for dim, along in sums.along.items()}
 
 
-_DEPTH = {
-    "sum": 1,
-    "final": 1,
-    "clipped": 1,
-    "early": 1,
-    "whole": 1,
-    "part": 2,
-    "along": 3,
-}  # words of a path before a parameter's name
+# Words of a path before a parameter's name.
+_DEPTH = {**dict.fromkeys(("sum", "final", "clipped", "early", "whole"), 1), "part": 2, "along": 3}
 
 
 def gradient_of(path: str) -> str | None:
@@ -177,13 +170,12 @@ class Recorder(Life):
         phase = self.phase()
         self.posted |= op in ("send", "recv") and phase == "other"
         local = [foreign.local(t) for t in tensors]
-        covers: set[str] = set()
-        if op in events.REDUCING:
-            for t in local:
-                covers |= self.storages.get(memory(t), (None, set[str]()))[1]
-        between = self.snapped and phase == "other" and not self.inside_engine
-        if between and self._sums_gradients(op, covers, local):
-            self.snapped = False  # the clip came before the sum: gradients are what the sum leaves
+        held = [self.storages.get(memory(t), (None, set[str]()))[1] for t in local if op in events.REDUCING]
+        covers = set[str]().union(*held)
+        if self.snapped and phase == "other" and not self.inside_engine and op in events.REDUCING:
+            size = sum(foreign.local(p.grad).numel() for p in self.learn_names().values() if p.grad is not None)
+            if covers or 1 < size <= sum(t.numel() for t in local):  # gradients where they are, or all in one buffer
+                self.snapped = False  # the clip came before the sum: gradients are what the sum leaves
         module = self.behind if phase == "backward" else self.stack[-1] if self.stack else ""
         dtype = sketch.dtype_name(local[0]) if local else ""
         call = events.Collective(
@@ -195,13 +187,6 @@ class Recorder(Life):
         )  # fmt: skip
         self.event(call)
         return call
-
-    def _sums_gradients(self, op: str, covers: set[str], given: list[Tensor]) -> bool:
-        """Whether a collective reduces gradients, where they are or all of them in one buffer."""
-        if op not in events.REDUCING:
-            return False
-        size = sum(foreign.local(p.grad).numel() for p in self.learn_names().values() if p.grad is not None)
-        return bool(covers) or 1 < size <= sum(t.numel() for t in given)
 
     def weight(self, told: events.LabelWeight | events.MeanWeight) -> None:
         """Notes the weight of labels or numbers; inside a Function's forward it is kept for that (fused.py)."""
@@ -224,9 +209,7 @@ class Recorder(Life):
         """A module was called that is no part of a known one: learn its parameters' names."""
         if module in self.modules or not any(True for _ in module.parameters()):
             return
-        inner = module
-        while foreign.shell(inner):
-            inner = next(iter(inner.children()))
+        inner = foreign.unwrapped(module)
         prefix = f"{type(inner).__name__}." if self.roots else ""
         if prefix and prefix in {taken for taken, _ in self.roots}:
             prefix = f"{type(inner).__name__}{len(self.roots)}."
@@ -317,11 +300,8 @@ class Recorder(Life):
         part = foreign.placed_like(parameter, gradient)
         self.active = was
         self.tensors[f"sum/{name}"] = sketch.sketch(part, self.offset(name, parameter, part))
-        self.gradients[name] = {
-            "gradient_hash": sketch.digest(part),
-            "gradient_dtype": sketch.dtype_name(part),
-            "squares": sketch.squares(part),
-        }
+        hashed, kind = sketch.digest(part), sketch.dtype_name(part)
+        self.gradients[name] = {"gradient_hash": hashed, "gradient_dtype": kind, "squares": sketch.squares(part)}
         if self.whole:
             self.keep(f"final/{name}", part, parameter)
 

@@ -54,8 +54,7 @@ class Rewrites:
         self.buffers: set[int] = set()  # the memory of what was reduced
 
     def communicated(self, covers: Collection[str], reduced: list[Tensor], numel: int) -> None:
-        """A collective ran outside of backward: these gradients are reduced where they lie, or these tensors. One of a
-        single number, a norm or a count, says nothing of gradients."""
+        """A collective ran outside of backward: these gradients are reduced where they lie, or these tensors."""
         if self._between() and (covers or numel > 1):
             before = self.reduced or set()
             self.kept = {name: one for name, one in self.kept.items() if name in before - set(covers)}
@@ -87,7 +86,9 @@ class Rewrites:
                     part = foreign.local(parameter.grad)
                     if address := _address(part):
                         self.memory.setdefault(address, []).append((name, parameter, part))
-        found = [one for one in self.memory.get(at, []) if _overlap(one[2], tensor)]
+        first, last = tensor.storage_offset(), tensor.storage_offset() + tensor.numel()  # each without gaps
+        held = [(one, one[2].storage_offset(), one[2].numel()) for one in self.memory.get(at, [])]
+        found = [one for one, start, size in held if start < last and first < start + size]
         filled = isinstance(source, Tensor) and _address(source) in self.buffers
         if self.reduced is not None and (filled or at in self.buffers):
             self.reduced |= {name for name, *_ in found}
@@ -172,18 +173,12 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two parts of one memory have elements in common, each without gaps."""
-    return a.storage_offset() < b.storage_offset() + b.numel() and b.storage_offset() < a.storage_offset() + a.numel()
-
-
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 @lru_cache(maxsize=4096)
 def _written(func: Any) -> tuple[int, ...]:
-    """The places of the arguments into which an operator writes."""
     arguments = enumerate(func._schema.arguments)
     return tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 

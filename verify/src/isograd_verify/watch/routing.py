@@ -1,9 +1,5 @@
-"""What was chosen for each token, kept for a comparison; and another run's choices in place of the program's own.
-
-Rounding decides between two experts whose scores are the same to rounding, and a layout rounds otherwise than one
-device. With `replay` such a token is given the choice that it had in the other run. A token whose scores are other than
-they were there keeps its own choice: that is no rounding. Seen are torch.topk on the last dimension, and isograd's own
-choice of experts; in a forward that is computed once more in backward choices are replayed, too.
+"""What was chosen for each token, kept for a comparison; and another run's choices in place of the program's own, where
+scores are the same to rounding (docs/verify.md, where rounding decides between experts).
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ LIMIT = 1 << 24  # numbers that come back to one call
 
 
 def look(c: Recorder, args: Any, made: Tensor) -> None:
-    """An embedding's backward has made the weight's gradient. `args`: the gradient that came, ids, the number of the
-    weight's rows, the id of padding, and whether rows are divided by their number."""
+    """An embedding's backward has made the weight's gradient of `args`."""
     came, ids, _, padding, by_count = args[:5]
     used = ids.flatten() != padding
     if made.dtype not in (torch.bfloat16, torch.float16) or by_count or came.numel() > LIMIT or not bool(used.any()):

@@ -1,9 +1,6 @@
 """A pipeline's stages, each computed once more by plain autograd before its optimizer steps: what one device makes of
-what a call was given and of what came back to it. Schedules may cut a backward in two, and accumulate by themselves.
-Where nothing was sent or received when the first gradient comes back, there is no pipeline in a step, and nothing is
-kept of it.
-
-compare/chained.py chains the stages of all ranks by the contents that they send one another.
+what a call was given and of what came back to it (compare/chained.py chains them). Where nothing was sent or received
+when the first gradient comes back, there is no pipeline in a step, and nothing is kept of it.
 """
 
 from __future__ import annotations
@@ -82,9 +79,8 @@ class StageCalls:
         every = (*call.named.values(), *made, *call.inputs)
         cut = len(call.named) < len(own) or any(isinstance(t, foreign.DTensor) for t in every)
         if communicates or cut or self.size > LIMIT:
-            what = (
-                "communicates by itself" if communicates else "is cut" if cut else f"is given more than {LIMIT} bytes"
-            )
+            kinds = {communicates: "communicates by itself", cut and not communicates: "is cut"}
+            what = kinds.get(True, f"is given more than {LIMIT} bytes")
             self.calls, self.why = [], f"the stage that is called at {call.site} {what}"
             return
         for number, output in enumerate(made):
@@ -122,9 +118,7 @@ class StageCalls:
         self.calls, self.size, self.why, self.alone, c.posted = [], 0, "", False, False
 
     def _compute(self, call: _Call, number: int) -> None:
-        c, module = self.capture, call.module
-        while foreign.shell(module):
-            module = next(iter(module.children()))
+        c, module = self.capture, foreign.unwrapped(call.module)
         buffers = [(call.states.get(name, b), b, b.clone()) for name, b in module.named_buffers()]
         for was, buffer, _ in buffers:
             buffer.data.copy_(was)

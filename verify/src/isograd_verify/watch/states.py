@@ -1,9 +1,7 @@
 """Sees what modules carry from step to step enter a loss: a running mean that it subtracts, a size that it divides by.
 
-Looked at are buffers and other tensors of a module when it is called, and those in variables around the first call of a
-micro-batch. Those that have changed since they were first seen are marked, and followed as results of collectives are
-(flows.py) to what a backward begins with. Not followed are large ones, those with a row for each of the batch (a
-recurrent state belongs to its rows), what is filled row by row (a replay buffer), and what ranks have reduced.
+Tensors of modules that are called, and of variables around the first call of a micro-batch, that have changed since
+they were first seen are marked, and followed as results of collectives are (flows.py) to what a backward begins with.
 """
 
 from __future__ import annotations
@@ -121,6 +119,6 @@ class States:
 
     def clear(self) -> None:
         """A step is over."""
-        self.flows.clear()
+        self.flows.marks.clear()
         self.seen.clear()
         self.used.clear()

@@ -1,8 +1,7 @@
 """Sees of which terms a loss is made, and with which weight each of them counts: labels, a balance loss, a z-loss.
 
-A term is a number that was made of many numbers; sums and products with constants make the loss of its terms. The graph
-is walked from the loss down to the terms, and the gradient that reaches a number on the way is the weight with which it
-counts: value x weight is a term's share in the loss that is optimised.
+A term is a number that was made of many numbers. The graph is walked from the loss down to the terms, and the gradient
+that reaches a number on the way is the weight with which it counts: value x weight is a term's share in the loss.
 """
 
 from __future__ import annotations

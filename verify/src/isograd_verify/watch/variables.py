@@ -1,8 +1,7 @@
 """What a call depends on: the tensors in variables around it, and the state of the random generators.
 
-Variables are its arguments, and local variables of the functions that led to it, in lists, dicts and attributes of
-objects, too. `found` walks them in one order, arguments first, so that a tensor that several names stand for has the
-same name in both runs.
+`found` walks them in one order, arguments first, so that a tensor that several names stand for has the same name in
+both runs.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ _left: set[Any] = set()  # process groups of worlds that the program has ended, 
 
 
 def prepare(directory: str, end: Callable[[], None] | None = None) -> None:
-    """Called right after torch was imported: the capture begins with a process group or an optimizer. `end`: called
-    behind its end."""
+    """Called right after torch was imported. `end`: called behind the capture's end."""
     if end is not None:
         _ends.append(end)
     made = torch.optim.Optimizer.__init__
@@ -67,8 +66,7 @@ def prepare(directory: str, end: Callable[[], None] | None = None) -> None:
 
 
 def _as_one() -> Callable[..., Any]:
-    """Beside one device: whatever number of ranks the program or its launcher asks for, there is one. Its others have
-    nothing to do. Returns how a process group is joined."""
+    """Beside one device: whatever number of ranks is asked for, there is one. Returns how a process group is joined."""
     from torch.distributed import device_mesh
 
     package: Any = torch.multiprocessing
@@ -120,7 +118,7 @@ def start(directory: str) -> None:
         print(f"isograd-verify: cannot watch this process: {type(error).__name__}: {error}", file=sys.stderr)
         return
     _started.append(capture)
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_started.clear)  # a child that trains by itself is watched by itself
     atexit.register(capture.stop)
     Finalize(None, capture.stop, exitpriority=0)  # processes of multiprocessing leave without atexit
     for end in _ends:
@@ -141,12 +139,7 @@ def _capture(directory: str) -> Any:
         beyond=SMALL if os.environ.get("ISOGRAD_VERIFY_SKETCH") == "1" else None,
     )
     steps = _Steps()  # its hook goes first: the capture's own can then be taken out from behind it
-
-    def opened(home: Path) -> None:
-        _stacks(home)
-        steps.show(home)
-
-    capture.opened = opened
+    capture.opened = steps.show
     capture.start()
     capture.guarded(capture.event)(Start(*capture.now))
     if os.environ.get("ISOGRAD_VERIFY_FEED"):
@@ -161,8 +154,7 @@ def _capture(directory: str) -> Any:
 
 
 class _Steps:
-    """The number of optimizer steps, where `verify run` reads it from outside: what stays in the program after the
-    watched steps, so that a later hang is seen, too."""
+    """The number of optimizer steps, where `verify run` reads it from outside: a later hang is seen, too."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -170,6 +162,8 @@ class _Steps:
         register_optimizer_step_post_hook(self.stepped)
 
     def show(self, home: Path) -> None:
+        if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:  # the main thread's stack, for the report of a hang
+            faulthandler.register(signal.SIGUSR2, open(home / "stacks.txt", "w"), all_threads=False)  # noqa: SIM115
         path = home / STEPS
         path.write_bytes(bytes(8))
         with open(path, "r+b") as file:
@@ -179,14 +173,3 @@ class _Steps:
         self.count += 1
         if self.shared is not None:
             self.shared[:] = self.count.to_bytes(8, "little")
-
-
-def _forked() -> None:
-    """A child is not its parent's rank; should it train by itself, it is watched by itself."""
-    _started.clear()
-
-
-def _stacks(home: Path) -> None:
-    """On SIGUSR2, unless the program uses it itself: the main thread's stack, for the report of a hang."""
-    if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
-        faulthandler.register(signal.SIGUSR2, open(home / "stacks.txt", "w"), all_threads=False)  # noqa: SIM115

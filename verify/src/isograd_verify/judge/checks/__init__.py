@@ -47,8 +47,7 @@ def check(recording: Recording, leave_out: tuple[Check, ...] = ()) -> list[Findi
 
 
 def placed(found: Finding, recording: Recording) -> Finding:
-    """A finding with a line of the program: its own, else that of the last reduction of its tensors, else of the
-    backward behind which they came."""
+    """A finding with a line: its own, else that of the last reduction of its tensors, else of the first backward."""
     events = [e for e in recording.ranks[0].of(Collective) if e.op in REDUCING and e.phase == "other"]
     sites = [e.site for e in events if set(found.tensors) & set(e.covers)][-1:]
     sites += [e.site for e in recording.ranks[0].of(Backward)][:1]
@@ -57,8 +56,7 @@ def placed(found: Finding, recording: Recording) -> Finding:
 
 
 def _judged(run: Check, analysis: Analysis) -> list[Finding]:
-    """What a check finds. An error inside it is the verifier's own: it is said, and decides the verdict only where
-    gradients themselves could not be judged for it."""
+    """What a check finds. An error inside it is the verifier's own: it is said."""
     try:
         return list(run(analysis))
     except VerifyError:  # the recording itself is damaged
@@ -73,8 +71,7 @@ def _judged(run: Check, analysis: Analysis) -> list[Finding]:
 
 
 def _again(found: Finding, told: Finding) -> bool:
-    """Whether a finding is one that is told already: of the same bug on some of the same tensors, or in a later step. A
-    bug on other tensors, or on another axis, is another finding."""
+    """Whether a finding is told already: the same bug on some of the same tensors, or in a later step."""
     if (found.verdict, found.bug) != (told.verdict, told.bug):
         return False
     if not found.bug:

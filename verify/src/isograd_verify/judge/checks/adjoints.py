@@ -1,9 +1,4 @@
-"""Check of autograd Functions that communicate: backward is the adjoint of forward, summed over the ranks of a group.
-
-A call is judged where its contents show that it was linear: a gather, an exchange, a part of a whole, a sum over ranks.
-Where ranks hold copies, two conventions are right beside the plain one: what came back is one gradient that all ranks
-computed, and counts once; or what was given is one tensor, and each rank is sent back the whole of its gradient.
-"""
+"""Check of autograd Functions that communicate: backward is the adjoint of forward, over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -69,11 +64,9 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
 
 def unjudged(analysis: Analysis) -> list[Function]:
     """The calls of functions that contents do not show to be linear: a loss over a cut vocabulary, say."""
-    first = ((next(iter(calls.values())), calls) for calls in _together(analysis))
-    return [
-        one for one, calls in first
-        if not _linear(calls, {rank: _parts(analysis, rank, call) for rank, call in calls.items()})
-    ]  # fmt: skip
+    together = [*_together(analysis)]
+    parts = [{rank: _parts(analysis, rank, call) for rank, call in calls.items()} for calls in together]
+    return [next(iter(calls.values())) for calls, of in zip(together, parts, strict=True) if not _linear(calls, of)]
 
 
 def _together(analysis: Analysis) -> Iterator[Calls]:

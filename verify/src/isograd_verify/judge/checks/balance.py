@@ -1,9 +1,5 @@
 """Checks of experts and of the terms of a loss: the balance loss counts as often as the loss of the labels does, the
 bias of the choice moves once a step, and a forward that is computed once more chooses as it did before.
-
-A model's config tells its coefficient. The balance loss is a mean over tokens wherever it is computed, so its weights
-over ranks and micro-batches must sum to the coefficient, as the labels' sum to one. Without a config a note tells what
-each term is multiplied by.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from isograd_verify.judge.patterns import class_of
 from isograd_verify.judge.terms import step_shares, terms, too_often
 from isograd_verify.record.events import Changed, Choice, Coefficient, LossTerm, micro_of
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
-from isograd_verify.tell.wording import spread
+from isograd_verify.tell.wording import equal, spread
 
 
 def balance_counts(analysis: Analysis) -> Iterator[Finding]:
@@ -107,22 +103,16 @@ def _scale(term: LossTerm, coefficient: float, experts: float) -> float:
 
 
 def computed_again(analysis: Analysis) -> Iterator[Finding]:
-    """What every micro-batch of one loss adds as a whole counts once, and not once for each of them.
-
-    So contrastive losses accumulate: each micro-batch computes the whole loss, with a graph for its own rows. Gradients
-    of rows add up to one; that of the loss itself (its temperature) is added whole every time."""
+    """What every micro-batch of one loss adds as a whole counts once, and not once for each of them."""
     if not _one_loss(analysis):
         return
     whole: dict[str, float] = {}
     parts: dict[str, float] = {}
     for name in analysis.names:
         found = next((f for seen in analysis.observed(name) if (f := analysis.fit(seen)) is not None), None)
-        if analysis.null(name) or found is None or not found.uniform:
-            continue
-        kind = _kind(analysis, name)
-        if kind:
+        if not analysis.null(name) and found is not None and found.uniform and (kind := _kind(analysis, name)):
             (whole if kind == "whole" else parts)[name] = found.each[0]
-    if not whole or not parts or spread(parts.values()) > tolerances.FACTOR:
+    if not whole or not parts or not equal(parts.values()):
         return
     usual, micros = next(iter(parts.values())), analysis.micros
     often = {n: micros * c / usual for n, c in whole.items() if spread((micros * c, usual)) > tolerances.COUNTS}

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from torch import Tensor
-
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.traffic import reductions
@@ -59,10 +57,7 @@ def averages(analysis: Analysis) -> Iterator[Finding]:
 
 
 def copies(analysis: Analysis) -> Iterator[Finding]:
-    """Ranks that exchange nothing but gradients begin with one model: no tensor differs beside others that are summed.
-
-    Shards differ, too, and their ranks exchange activations: then nothing is said. Members of an ensemble sum nothing.
-    """
+    """Ranks that exchange nothing but gradients begin with one model: no tensor differs beside summed ones."""
     if analysis.step != analysis.recording.steps[0]:
         return
     apart: dict[tuple[tuple[int, ...], bool], list[str]] = {}
@@ -72,7 +67,9 @@ def copies(analysis: Analysis) -> Iterator[Finding]:
         differ = len(analysis.replica_sets(name)) == len(ranks) > 1 and len({info.shape for info in infos}) == 1
         trainable = infos[0].trainable
         alike = all(info.trainable is trainable and info.box is None for info in infos)
-        if differ and alike and not (trainable and _summed(analysis, name, ranks)):
+        held = [analysis.sums[rank][name] for rank in ranks if name in analysis.sums[rank]]
+        summed = len(held) < 2 or any(bool((one == held[0]).all()) for one in held[1:])
+        if differ and alike and not (trainable and summed):
             apart.setdefault((ranks, trainable), []).append(name)
     for (ranks, trainable), names in apart.items():
         summed = any(set(ranks) <= set(event.group) for event in reductions(analysis))
@@ -121,20 +118,12 @@ def carried(analysis: Analysis) -> Iterator[Finding]:
 
 
 def _data_ranks(analysis: Analysis, ranks: tuple[int, ...]) -> bool:
-    """Whether the layout, where one is given, says that these ranks differ along data axes alone."""
     text = str(analysis.recording.about.get("layout", ""))
     return not text or set(ranks) <= Axes.parse(text, analysis.recording.world).ranks(DATA, ranks[0])
 
 
-def _summed(analysis: Analysis, name: str, ranks: tuple[int, ...]) -> bool:
-    """Whether the gradients of several ranks are equal: some sum was made of them."""
-    held = [analysis.sums[rank][name] for rank in ranks if name in analysis.sums[rank]]
-    return len(held) < 2 or any(bool((one == held[0]).all()) for one in held[1:])
-
-
 def exchange(analysis: Analysis, ranks: tuple[int, ...]) -> bool:
-    """Whether these ranks exchange activations: in forward, or from stage to stage. A broadcast is of buffers, and a
-    gather of shards, where there are some."""
+    """Whether these ranks exchange activations: not by a broadcast (of buffers), nor a gather of shards."""
     events = [e for rank in ranks for e in analysis.recording.ranks[rank].of(Collective, analysis.step)]
     quiet = ("broadcast", "all_gather") if any(map(analysis.covered, analysis.names)) else ("broadcast",)
     return any(
@@ -168,25 +157,19 @@ def own_data(analysis: Analysis) -> Iterator[Finding]:
             continue
         batches = seen[doubles[0]]
         several = len(set(batches)) > 1
-        sentence = f"{spell(doubles)} were given the same data in all {len(batches)} watched micro-batches, "
-        if several:
-            sentence += "and their gradients are summed: they train as one rank would"
-        else:
-            sentence += "always the same batch: it is there to try something out, or by mistake"
-        verdict = BUG if several else INCONCLUSIVE
+        verdict, how = BUG, "and their gradients are summed: they train as one rank would"
+        if not several:
+            verdict, how = INCONCLUSIVE, "always the same batch: it is there to try something out, or by mistake"
+        sentence = f"{spell(doubles)} were given the same data in all {len(batches)} watched micro-batches, {how}"
         yield Finding(verdict, "same-data", sentence, axis=axis_over(analysis.recording, tuple(doubles)))
         return
 
 
 def _seen(record: RankRecord, steps: list[int]) -> list[str]:
     """What a rank was given, call by call, in all steps that were seen whole; empty when some of it is not known."""
-    found = []
-    for event in record.of(ForwardInputs):
-        if event.step in steps:
-            if not event.tensors:
-                return []
-            found.append(", ".join(f"{name} {one.hash} {one.shape}" for name, one in event.tensors.items()))
-    return found
+    told = [event.tensors for event in record.of(ForwardInputs) if event.step in steps]
+    found = [", ".join(f"{name} {one.hash} {one.shape}" for name, one in of.items()) for of in told]
+    return found if all(found) else []
 
 
 def _double(analysis: Analysis, one: int, other: int) -> bool:
@@ -197,16 +180,12 @@ def _double(analysis: Analysis, one: int, other: int) -> bool:
         return False
     if not any({one, other} <= set(event.group) for event in reductions(analysis)):
         return False
-    mine, others = (_parts(analysis, rank) for rank in (one, other))
-    if not mine or mine.keys() != others.keys():
-        return False
-    if not any(part.any() for part in mine.values()):
+    mine, others = (
+        {(n, m): part for n, parts in analysis.parts.items() for (r, m), part in parts.items() if r == rank}
+        for rank in (one, other)
+    )
+    if mine.keys() != others.keys() or not any(part.any() for part in mine.values()):
         return False  # neither adds anything: members of a cp group whose rows have no labels
     if all(float((mine[k] - others[k]).norm()) <= tolerances.SAME * float(mine[k].norm()) for k in mine):
         return True
     return bool(analysis.recording.ranks[one].of(Draw)) and not exchange(analysis, (one, other))
-
-
-def _parts(analysis: Analysis, rank: int) -> dict[tuple[str, int], Tensor]:
-    """What each backward added on a rank, by name and micro-batch."""
-    return {(name, m): part for name, parts in analysis.parts.items() for (r, m), part in parts.items() if r == rank}

@@ -69,8 +69,7 @@ def scales(analysis: Analysis) -> Iterator[Finding]:
 
 
 def summed_inside(analysis: Analysis) -> Iterator[Finding]:
-    """Gradients are summed in the model's parameters, before an optimizer gets them: else they are read where they can
-    be."""
+    """Gradients are summed in the model's parameters, before an optimizer gets them."""
     for known in (True, False):
         inside = {n: e for n, e in analysis.summed_inside.items() if (n in analysis.added_inside) is known}
         if not inside:
@@ -112,10 +111,8 @@ def _whom(analysis: Analysis, names: Collection[str]) -> str:
 
 
 def _uneven(analysis: Analysis, read: _Read) -> list[str]:
-    """Tensors that count differently on different ranks."""
-    return [
-        n for n, by_rank in read.scales.items() if spread(by_rank.values()) > tolerances.LOOSE * analysis.tolerance(n)
-    ]
+    loose = tolerances.LOOSE
+    return [n for n, found in read.scales.items() if spread(found.values()) > loose * analysis.tolerance(n)]
 
 
 def _read(analysis: Analysis) -> _Read:
@@ -179,8 +176,7 @@ def _read_pattern(analysis: Analysis, seen: Observed, found: Fit, loose: float, 
 
 
 def _summed_in_backward(analysis: Analysis, name: str, found: Fit) -> bool:
-    """Whether backward itself summed a gradient of this size over ranks that add the same to this tensor: then these
-    are copies of one sum, and not parts that happen to be equal."""
+    """Whether backward summed a gradient of this size over ranks that add the same: they are copies of one sum."""
     together = [{rank for rank, _ in members} for members in found.classes.values()]
     size = math.prod(analysis.info(name).part_shape)
     sums = [e for e in reductions(analysis, size) if e.op == "all_reduce" and e.phase == "backward" and not e.covers]
@@ -286,15 +282,13 @@ def axis_of(analysis: Analysis, kind: str, ranks: tuple[int, ...], own: int) -> 
 
 
 def _said(bug: str, kind: str, value: float, axis: str) -> str:
-    if bug == "replicas-differ":
-        return f"summed over {axis} as copies are, but the copies began with different values"
-    if bug == "wrong-group":
-        kind = patterns.SHARDS
-    if bug == "parameters-mixed":
-        return "ranks bring gradients of different parameters to one reduction, which adds them up by their places"
-    if bug == "outside-wrapper":
-        return f"never summed over {axis}: each rank trains a network of its own"
-    return patterns.said(kind, value, axis)
+    of_bugs = {
+        "replicas-differ": f"summed over {axis} as copies are, but the copies began with different values",
+        "parameters-mixed": "ranks bring gradients of different parameters to one reduction, which adds them up by "
+        "their places",
+        "outside-wrapper": f"never summed over {axis}: each rank trains a network of its own",
+    }
+    return of_bugs.get(bug) or patterns.said(patterns.SHARDS if bug == "wrong-group" else kind, value, axis)
 
 
 def _per_rank(analysis: Analysis, scales: dict[str, dict[int, float]], apart: list[str]) -> Finding:

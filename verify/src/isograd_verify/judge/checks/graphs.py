@@ -76,9 +76,8 @@ def graph_cuts(analysis: Analysis) -> Iterator[Finding]:
 def _whole_loss_everywhere(
     analysis: Analysis, group: tuple[int, ...]
 ) -> tuple[dict[str, float], dict[str, float]] | None:
-    """(tensors that get equal contributions on all ranks of a group although the ranks' data differ, with their one
-    coefficient; tensors whose contributions all differ, with theirs). The first are used after the gather, by a loss
-    that every rank computes as a whole. None: nothing shows that the loss is computed so."""
+    """(tensors with equal contributions on all ranks of a group although data differ, with their coefficient: they are
+    used after the gather, by a loss that every rank computes; tensors whose contributions all differ, with theirs)."""
     if analysis.same_data(group):
         return None
     copied: dict[str, float] = {}
@@ -98,9 +97,8 @@ def _whole_loss_everywhere(
 
 
 def _share_of_one_loss(analysis: Analysis, group: tuple[int, ...]) -> float | None:
-    """How often a loss counts that every rank of a group computes from the rows of all, each with a graph for its own:
-    what its labels weigh together, times the one coefficient of all contributions. None: nothing shows such a loss, or
-    the share has no meaning."""
+    """How often a loss counts that every rank of a group computes from all rows, with a graph for its own: what labels
+    weigh together, times the coefficient of all contributions. None: no such loss is shown, or no meaning."""
     if analysis.same_data(group):
         return None
     told = []

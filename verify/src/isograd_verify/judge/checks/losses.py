@@ -1,8 +1,5 @@
 """Checks of the loss: every label weighs the same, on all ranks and in all micro-batches; so does every element of a
-mean.
-
-A label's weight is what comes back to cross-entropy for it, times the coefficient with which its micro-batch counts in
-the gradient. Calls are compared with calls from the same line of the program: a second loss has a weight of its own.
+mean. Calls are compared with calls from the same line of the program.
 """
 
 from __future__ import annotations
@@ -176,7 +173,9 @@ def _means_over_all(
     analysis: Analysis, calls: dict[Key, list[LabelWeight]], share: dict[Key, float]
 ) -> Iterator[Finding]:
     """The gradient is a multiple of the mean over all labels, and there are as many micro-batches, or ranks."""
-    if _summed(analysis) or any(event.calls for r in analysis.recording.ranks for event in r.of(Reached)):
+    ranks = analysis.recording.ranks
+    means = {e.reduction for r in ranks for e in r.of(Loss)} == {"mean"}
+    if not means or any(event.calls for r in ranks for event in r.of(Reached)):
         return  # sums, or a loss that looks at other ranks' rows: its labels are counted on several ranks
     seen: set[tuple[str, int]] = set()
     total = 0.0
@@ -196,12 +195,6 @@ def _means_over_all(
         f"{' or '.join(of.values())}; a run on one device would decide"
     )
     yield Finding(INCONCLUSIVE, bug, sentence, tensors=analysis.learning, axis=" or ".join(of))
-
-
-def _summed(analysis: Analysis) -> bool:
-    """Whether the program's losses are sums over labels, so that a total other than one means nothing."""
-    kinds = {e.reduction for r in analysis.recording.ranks for e in r.of(Loss)}
-    return kinds != {"mean"}
 
 
 def mean_weights(analysis: Analysis) -> Iterator[Finding]:
@@ -228,19 +221,15 @@ def mean_weights(analysis: Analysis) -> Iterator[Finding]:
                 )
             break
         else:
-            if _equal_at_first(analysis, term) and not equal_on_ranks(weights, tolerance):
+            first = analysis.recording.steps[0]
+            of_first = _element_weights(Analysis(analysis.recording, first)) if analysis.step > first else {}
+            equal = term in of_first and equal_on_ranks(*of_first[term][1:])
+            if equal and not equal_on_ranks(weights, tolerance):
                 yield carried(analysis, f"an element of the sum or mean at {site}", weights, site)
 
 
-def _equal_at_first(analysis: Analysis, term: str) -> bool:
-    first = analysis.recording.steps[0]
-    of_first = _element_weights(Analysis(analysis.recording, first)) if analysis.step > first else {}
-    return term in of_first and equal_on_ranks(*of_first[term][1:])
-
-
 def _element_weights(analysis: Analysis) -> dict[str, tuple[dict[Key, MeanWeight], dict[Key, float], float]]:
-    """Of each mean or sum in the loss: itself by rank and micro-batch, what an element weighs in the gradient, and how
-    exactly that is known."""
+    """Of each mean or sum in the loss: itself, what an element weighs in the gradient, how exactly that is known."""
     chosen = reference_tensor(analysis) if not analysis.losses else None  # labels say more than elements
     if chosen is None:
         return {}
@@ -255,9 +244,8 @@ def _element_weights(analysis: Analysis) -> dict[str, tuple[dict[Key, MeanWeight
 
 
 def _mean_terms(analysis: Analysis, tolerance: float) -> Iterator[tuple[str, dict[Key, MeanWeight]]]:
-    """(its name, the mean by rank and micro-batch) of each mean in the loss. One that is computed several times in a
-    micro-batch with one weight (a loss in chunks) is one; with several weights (row by row, say) it is a mean of means
-    on purpose, and no term."""
+    """Each mean in the loss by rank and micro-batch. One that is computed several times in a micro-batch with one
+    weight is one; with several weights it is a mean of means on purpose, and no term."""
     terms: dict[str, dict[Key, list[MeanWeight]]] = defaultdict(lambda: defaultdict(list))
     for rank, event in analysis.of(MeanWeight):
         terms[event.term][rank, event.micro].append(event)

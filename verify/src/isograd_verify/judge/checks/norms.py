@@ -142,21 +142,17 @@ def _copies_differ(analysis: Analysis, name: str) -> bool:
 
 
 def _one_factor(analysis: Analysis, rank: int) -> float | None:
-    """The factor between a rank's gradients and what its optimizer received; None when they were changed otherwise than
-    by one factor: element by element, or tensor by tensor."""
+    """The factor between a rank's gradients and what its optimizer received; None: there is no such one."""
     clipped = analysis.recording.ranks[rank].group(analysis.step, "clipped")
     whole = analysis.sums[rank]
     factors: list[float] = []
-    for name in clipped:
-        if name not in whole or analysis.null(name) or not bool(clipped[name].isfinite().all()):
+    for name, now in clipped.items():
+        square = float(whole[name] @ whole[name]) if name in whole else 0.0
+        if square == 0 or analysis.null(name) or not bool(now.isfinite().all()):  # this rank's rows of an embedding
             continue
-        square = float(whole[name] @ whole[name])
-        if square == 0:  # this rank's rows of an embedding, say
-            continue
-        factor = float(clipped[name] @ whole[name]) / square
-        if float((clipped[name] - factor * whole[name]).norm()) > tolerances.LOOSE * analysis.tolerance(name) * float(
-            clipped[name].norm()
-        ):
+        factor = float(now @ whole[name]) / square
+        limit = tolerances.LOOSE * analysis.tolerance(name) * float(now.norm())
+        if float((now - factor * whole[name]).norm()) > limit:
             return None
         factors.append(factor)
     return factors[0] if factors and spread(factors) <= tolerances.ONE_FACTOR else None
@@ -208,10 +204,8 @@ def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -
     rounding = max((analysis.tolerance(name) for name in names), default=0.0)  # norms are rounded as gradients are
     if truth is None or not 0 < truth < math.inf or reported <= truth * (1 + max(tolerances.TRUE_NORM, rounding)):
         return
-    copies = 0.0
-    for name in analysis.names:
-        for ranks in analysis.replica_sets(name):
-            copies += len(ranks) * (analysis.about[ranks[0]][name].squares or 0.0)
+    held = [(len(ranks), analysis.about[ranks[0]][n]) for n in analysis.names for ranks in analysis.replica_sets(n)]
+    copies = sum(times * (about.squares or 0.0) for times, about in held)
     repeated = tuple(n for n in names if any(len(r) > 1 for r in analysis.replica_sets(n)))
     exact = abs(reported - math.sqrt(copies)) <= tolerances.FACTOR * reported
     sentence = f"step {analysis.step}: the norm is {reported:.6g} but each element once gives {truth:.6g}" + (

@@ -49,8 +49,7 @@ def steps_together(analysis: Analysis) -> Iterator[Finding]:
 
 
 def _steps_by(events: list[Event], kind: type[Event], everyone: tuple[int, ...]) -> list[int]:
-    """After how many forwards, backwards or collectives of all ranks each step was taken: a micro-batch without labels
-    may have no backward."""
+    """After how many forwards, backwards or collectives of all ranks each step was taken."""
     taken, seen = [], 0
     for event in events:
         seen += isinstance(event, kind) and getattr(event, "group", everyone) == everyone
@@ -97,9 +96,8 @@ def continuity(analysis: Analysis) -> Iterator[Finding]:
             was, now = before[rank].get(name), analysis.about[rank][name].before
             if was is None or not now or was.hash == now:
                 continue
-            owners = [
-                r for r in range(analysis.world) if r != rank and name in before[r] and before[r][name].hash == now
-            ]
+            others = {r: one.hash for r, of in enumerate(before) if r != rank and (one := of.get(name)) is not None}
+            owners = [r for r, hashed in others.items() if hashed == now]
             if set(owners) & analysis.replicas_of(name, rank):
                 continue  # it took a copy's value, as under ZeRO 1
             changed.append(name)
@@ -107,16 +105,13 @@ def continuity(analysis: Analysis) -> Iterator[Finding]:
                 swapped[name] = (rank, owners[0])
     if swapped:
         rank, other = next(iter(swapped.values()))
-        sentence = (
-            f"step {analysis.step}: {listed(tuple(swapped))}: rank {rank} now holds what rank {other} held before"
-        )
+        sentence = f"step {analysis.step}: {listed([*swapped])}: rank {rank} now holds what rank {other} held before"
         axis = axis_over(analysis.recording, (rank, other))
         yield Finding(BUG, "resume-other-rank", sentence, tensors=tuple(swapped), axis=axis)
     elif changed:
         names = tuple(dict.fromkeys(changed))
-        sentence = (
-            f"{listed(names)} changed between steps {analysis.step - 1} and {analysis.step} without the optimizer"
-        )
+        step = analysis.step
+        sentence = f"{listed(names)} changed between steps {step - 1} and {step} without the optimizer"
         yield Finding(NOTE, "", sentence, tensors=names)
 
 

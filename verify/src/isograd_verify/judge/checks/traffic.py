@@ -21,8 +21,7 @@ FEWEST = 64  # elements of an activation: with fewer, two masks may be equal by 
 
 
 def served_ranks(analysis: Analysis) -> tuple[int, ...]:
-    """Ranks that take no optimizer step at all, while others do, and are sent tensors outside of backward: those of a
-    parameter server. Where their steps would end is not known."""
+    """Ranks that take no optimizer step, while others do, and are sent tensors: those of a parameter server."""
     records = analysis.recording.ranks
     never = [record for record in records if all(e.note for e in record.of(Step))]
     if len(never) == len(records):
@@ -62,8 +61,7 @@ def called(recording: Recording, step: int | None = None) -> dict[tuple[int, ...
 
 
 def _unseen(analysis: Analysis, group: tuple[int, ...], rank: int, seen: int) -> bool:
-    """Whether a rank issued more collectives in this step than were seen, and all members as many: some ran in
-    callbacks of other threads, as a communication hook's do."""
+    """Whether a rank issued more collectives than were seen, and all members as many: some ran in other threads."""
     key = ",".join(map(str, group))
     records = [analysis.recording.ranks[member] for member in group]
     counts = [{e.step: e.issued[key] for e in record.of(Step) if key in e.issued} for record in records]
@@ -74,8 +72,7 @@ def _unseen(analysis: Analysis, group: tuple[int, ...], rank: int, seen: int) ->
 
 
 def local_steps(analysis: Analysis) -> Finding | None:
-    """Gradients are summed over fewer ranks than in the step before, by the same calls: from here on each group of
-    ranks goes its own way, as local SGD does, and what brings them together again is no gradient."""
+    """Gradients are summed over fewer ranks than in the step before, by the same calls, as by local SGD."""
     groups: dict[tuple[int, ...], Collective] = {}
     for record in analysis.recording.ranks:
         now, before = (
@@ -252,10 +249,7 @@ Group = tuple[int, ...]
 
 
 def mixed_groups(analysis: Analysis) -> Iterator[Finding]:
-    """A tensor that began constant may be a shard as its module's weights are: it is summed over their group only.
-
-    Tensors with values of their own are told apart by them, and the check of coefficients says what sums them.
-    """
+    """A tensor that began constant may be a shard as its module's weights are: it is summed over their group only."""
     found: dict[tuple[Group, Group], list[str]] = {}
     for name in analysis.names:
         mixed = _mixed(analysis, name)

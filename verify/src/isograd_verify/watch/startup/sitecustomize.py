@@ -1,7 +1,6 @@
 """Python imports this at its start in every process of a watched program: `isograd-verify run` puts its folder first.
 
-It waits until the program has imported torch and either joins a process group or makes an optimizer, and only then
-starts the capture; a launcher, a data loader's worker or a tokenizer's process is left alone. The user's own
+It waits until the program has imported torch and either joins a process group or makes an optimizer. The user's own
 sitecustomize, if there is one, runs as it would have.
 """
 
