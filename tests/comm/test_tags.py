@@ -28,8 +28,9 @@ def crossed() -> tuple[list[float], list[float]]:
         handle, into = under_way[tag]
         handle.wait()
         found += [float(into[0]), float(into[-1])]
+    unanswered = reserve_tags(group)  # small ones are those of messages without a tag, by their size
     for attempt in range(3):  # nobody answers these; they are dropped, and later messages arrive
-        started(group, -1.0, 70_000, 100 + 2 * attempt + me)
+        started(group, -1.0, 70_000, unanswered + 2 * attempt + me)
         handle, into = started(group, 5.0 + me, 4, 7)
         handle.wait_for(1 - me)
         found.append(float(into[3]))
