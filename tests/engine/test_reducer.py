@@ -45,7 +45,7 @@ def there_and_back(layout: str, native: bool) -> list[str]:
     mesh, wrong = Mesh(layout), list[str]()
     group, before = mesh.group(DATA), mesh.group(DATA).transport
     if native:
-        group.transport = Nccl(before.process_group, before.ranks, before.index)
+        group.connections = Nccl(before.process_group, before.ranks, before.index)
     try:
         for slots in slots_of(mesh):
             packing = packing_of(slots)
@@ -67,7 +67,7 @@ def there_and_back(layout: str, native: bool) -> list[str]:
                 gather_rows(packing_of([slot]), [slot.rows(exact)], [target], group).wait()
                 wrong += [] if torch.equal(target, exact) else [f"{slot.name}: gathered alone"]
     finally:
-        group.transport = before
+        group.connections = before
     return wrong
 
 

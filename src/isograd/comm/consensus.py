@@ -6,7 +6,7 @@ For names, findings and errors, at starts, saves and refusals; a step that goes 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -15,8 +15,8 @@ from isograd.comm import raw
 from isograd.comm.group import Group
 from isograd.errors import IsogradError
 
-_PARTS = ("code", "what", "seen", "expected", "fix", "where")
 T = TypeVar("T")
+E = TypeVar("E", bound=IsogradError)
 
 
 class Ranks(Protocol):
@@ -38,16 +38,26 @@ def all_gather_object(value: Any, ranks: Ranks, axes: str = "world") -> list[Any
     return [json.loads(bytes(other)) for other in torch.stack(raw.gather_list(padded, group)).numpy()]
 
 
+def spell(error: IsogradError) -> list[str | None]:
+    """An error's code and texts."""
+    parts = error.code, error.what, error.seen, error.expected, error.fix, error.where
+    return [None if part is None else str(part) for part in parts]
+
+
+def spelled_out(parts: Sequence[Any], kind: type[E]) -> E:
+    """What `spell` has made of an error."""
+    code, what, seen, expected, fix, where = parts
+    return kind(code, what, seen=seen, expected=expected, fix=fix, where=where)
+
+
 def raise_on_all_ranks(mine: IsogradError | None, ranks: Ranks, kind: type[IsogradError]) -> None:
     """Raise the error of the first rank that has one, on all ranks; elsewhere as a `kind`."""
-    parts = [getattr(mine, part) for part in _PARTS] if mine is not None else []
-    spelled = [None if value is None else str(value) for value in parts]
+    spelled = [] if mine is None else spell(mine)
     first = next((said for said in all_gather_object(spelled, ranks) if said), None)
     if mine is not None and first == spelled:
         raise mine  # with its own traceback
     if first is not None:
-        code, what, seen, expected, fix, where = first
-        raise kind(code, what, seen=seen, expected=expected, fix=fix, where=where)
+        raise spelled_out(first, kind)
 
 
 def run_or_raise_on_all_ranks(
@@ -57,11 +67,13 @@ def run_or_raise_on_all_ranks(
     `spelled` makes one of isograd's of any other exception."""
     result, error = [], None
     try:
-        result.append(run())
-    except IsogradError as caught:
-        error = caught
-    except Exception as caught:
-        error = spelled(caught)
-        error.__cause__ = caught
+        try:
+            result.append(run())
+        except IsogradError:
+            raise
+        except Exception as caught:
+            raise spelled(caught) from caught
+    except IsogradError as found:
+        error = found
     raise_on_all_ranks(error, ranks, kind)
     return result[0]

@@ -25,26 +25,27 @@ LOOKS = 6  # after which a wait is written down
 _NOT_THE_PROGRAM = {"isograd", "torch", "contextlib", "threading", "concurrent"}
 
 
-class DeadlockWatch:
+class DeadlockWatch(threads.RankThread):
     """The thread that looks whether its rank still waits for the same message."""
 
     def __init__(self, context: RankContext) -> None:
         self._context, self._rank, self._thread = context, rank_and_size()[0], threading.get_ident()
-        self._member, self._over = threads.member(), threading.Event()
-        threading.Thread(target=self._run, daemon=True, name="isograd deadlock watch").start()
+        self.over = threading.Event()
+        super().__init__(threads.member(), self._look_on, "isograd deadlock watch")
+        self.start()
 
     def close(self) -> None:
         """The rank leaves its world."""
-        self._over.set()
+        self.over.set()
 
     def _awaited(self) -> Any:
         handle = self._context.waits_in
-        return None if handle is None or handle.at is None or handle.at[2] is None else handle.at
+        at = None if handle is None else handle.at
+        return None if at is None or at[2] is None else at
 
-    def _run(self) -> None:
-        threads.act_for(self._member)
+    def _look_on(self) -> None:
         seen, looks, said, wait = None, 0, "", 0
-        while not self._over.wait(LOOK_S):
+        while not self.over.wait(LOOK_S):
             handle, now = self._context.waits_in, self._awaited()
             if now is None or now is not seen:
                 seen, looks, said, wait = now, 0, "", time.monotonic_ns()  # a store may be older than a world

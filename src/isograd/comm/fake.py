@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from isograd.errors import CommError
 T = TypeVar("T")
 # The sender (a rank, or ~ a stage), the receiver's stage, axes, purpose, tag, how many words went this way before.
 Key = tuple[int, int, str, str, int, int]
+Pause = tuple[Key | None, record.Record | None]  # of a rank: the word without which it does not continue, its record
 
 
 class FakeWorld:
@@ -40,7 +42,6 @@ class FakeWorld:
     def __init__(self) -> None:
         self.said: dict[Key, torch.Tensor] = {}
         self.senders: set[int] = set()  # ranks that have said something
-        self._turns: dict[int, _Turn] = {}  # of the ranks that run
 
     def put(self, rank: int, stage: int, way: tuple[int, str, str, int, int], words: torch.Tensor) -> None:
         """Remember words of a rank, and in place of those of another rank of the same stage."""
@@ -62,54 +63,55 @@ class FakeWorld:
             except BaseException as error:
                 errors.append(error)
 
-        self._turns = {rank: _Turn(program, rank) for rank in programs}
-        while self._turns:
-            able = [turn for turn in self._turns.values() if turn.awaited is None or turn.awaited in self.said]
-            for turn in able or list(self._turns.values()):  # all wait: each is answered as if that rank did not run
-                turn.take()
-            self._turns = {rank: turn for rank, turn in self._turns.items() if turn.is_alive()}
+        ranks = set(programs)  # that run
+        turns: dict[_Turn, Pause] = {_Turn(program, rank, ranks): (None, record.running) for rank in programs}
+        while turns:
+            able = [turn for turn, (awaited, _) in turns.items() if awaited is None or awaited in self.said]
+            for turn in able or list(turns):  # all wait: each is answered as if that rank did not run
+                turns[turn] = turn.take(*turns[turn][1:])
+            turns = {turn: pause for turn, pause in turns.items() if turn.is_alive()}
+            ranks &= {turn.rank for turn in turns}
         if errors:
             raise errors[0]
         return {rank: results[rank] for rank in programs}
 
-    def wait_for_values(self, me: int, keys: Iterable[Key]) -> None:
+    def wait_for_values(self, keys: Iterable[Key]) -> None:
         """Let the ranks run that have yet to say these words."""
-        for key in keys if me in self._turns else ():
-            if key not in self.said and key[0] in self._turns:
-                self._turns[me].give_back(key)
+        turn = threading.current_thread()
+        for key in keys:
+            if isinstance(turn, _Turn) and key not in self.said and key[0] in turn.ranks:
+                turn.give_back(key)
 
 
 class _Turn(threading.Thread):
     """The program of one rank, which runs only inside `take`."""
 
-    def __init__(self, program: Callable[[int], None], rank: int) -> None:
+    def __init__(self, program: Callable[[int], None], rank: int, ranks: set[int]) -> None:
+        """ranks: those that run."""
         super().__init__(name=f"simulated rank {rank}", daemon=True)
-        self.awaited: Key | None = None  # the word without which the program does not continue
-        self._program, self._rank, self._record = program, rank, record.running
-        self._taken, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self.rank, self.ranks, self._program = rank, ranks, program
+        self._taken, self._back = threading.Semaphore(0), SimpleQueue[Pause]()
         self.start()
 
     def run(self) -> None:
         """What the thread does."""
         self._taken.acquire()
-        self._program(self._rank)
-        self._back.release()
+        self._program(self.rank)
+        self._back.put((None, record.running))
 
-    def take(self) -> None:
-        """Let the program run until it waits for a word, or ends. It has a record of its own."""
-        record.running, before = self._record, record.running
-        self._taken.release()
-        self._back.acquire()
-        record.running, self._record = before, record.running
-        if self.awaited is None:  # it has ended
+    def take(self, own: record.Record | None) -> Pause:
+        """Let the program run, with a record of its own, until it waits for a word, or ends."""
+        with record.noting_in(own):
+            self._taken.release()
+            awaited, own = self._back.get()
+        if awaited is None:  # it has ended
             self.join()
+        return awaited, own
 
     def give_back(self, awaited: Key) -> None:
         """In the program: wait for a word."""
-        self.awaited = awaited
-        self._back.release()
+        self._back.put((awaited, record.running))
         self._taken.acquire()
-        self.awaited = None
 
 
 class FakeRank(RankContext):
@@ -118,26 +120,22 @@ class FakeRank(RankContext):
     def __init__(self, world: FakeWorld, rank: int, ranks_of_stage: int) -> None:
         super().__init__()
         self.world, self.rank, self._of_stage = world, rank, ranks_of_stage
-        self._counts: Counter[tuple[str, int, str, str, int]] = Counter()
-        self._gathers: Counter[tuple[str, str, int]] = Counter()
+        self._counts: Counter[tuple[Any, ...]] = Counter()  # of control messages to or from a peer, and of gathers
 
     def stage(self, rank: int) -> int:
         """The pipeline stage of a rank."""
         return rank // self._of_stage
 
-    def number(self, way: str, peer: int, axes: str, purpose: str, tag: int) -> int:
-        """How many control messages went this way between this rank and a peer before."""
+    def number(self, way: str, peer: int, axes: str, purpose: str, tag: int = 0, more: int = 1) -> int:
+        """How many control messages went this way between this rank and a peer before `more`: 0 of a message that every
+        member of a group sends to every other, which `gathered` counts."""
         key = way, peer, axes, purpose, tag
-        self._counts[key] += 1
-        return self._counts[key] - 1 + self._gathers[axes, purpose, tag]
-
-    def gathers(self, way: str, peer: int, axes: str, purpose: str) -> int:
-        """The same of a message that every member of a group sends to every other; `gathered` counts it."""
-        return self._counts[way, peer, axes, purpose, 0] + self._gathers[axes, purpose, 0]
+        self._counts[key] += more
+        return self._counts[key] - more + self._counts[axes, purpose, tag]
 
     def gathered(self, axes: str, purpose: str) -> None:
         """Every member of a group has sent one control message to every other."""
-        self._gathers[axes, purpose, 0] += 1
+        self._counts[axes, purpose, 0] += 1
 
 
 class FakeTransport(Transport):
@@ -194,7 +192,7 @@ class FakeTransport(Transport):
         here = me.stage(me.rank)
         names: dict[str, dict[int, tuple[str, str, int, int]]] = {
             way: {
-                stage: (self.axes, self.purpose, 0, me.gathers(way, ranks[0], self.axes, self.purpose))
+                stage: (self.axes, self.purpose, 0, me.number(way, ranks[0], self.axes, self.purpose, more=0))
                 for stage, ranks in self._stages.items()
             }
             for way in ("to", "from")
@@ -205,7 +203,7 @@ class FakeTransport(Transport):
             if stage == here:
                 found += [mine] * len(ranks)
                 continue
-            me.world.wait_for_values(me.rank, ((rank, here, *names["from"][stage]) for rank in ranks))
+            me.world.wait_for_values((rank, here, *names["from"][stage]) for rank in ranks)
             mate = ranks[self._stages[here].index(me.rank)]  # of my pipeline, which was given the same batch
             sender = mate if mate in me.world.senders else ~stage
             words = said.get((sender, here, *names["from"][stage]))
@@ -224,7 +222,7 @@ class _Promised:
     def wait(self) -> None:
         """Fill the memory with what the sender, its stage or else this rank has sent."""
         me = self._line.member
-        me.world.wait_for_values(me.rank, self._keys[:1])
+        me.world.wait_for_values(self._keys[:1])
         for key in self._keys:
             words = me.world.said.get(key)
             if words is not None and words.numel() == self._into.numel():

@@ -20,7 +20,7 @@ class RankContext:
         self.waits_in: Any = None  # the handle that this rank waits for now, and who watches it (deadlock.py)
         self.watch: Any = None
         self.deadlock = ""  # why its watch has closed the connections
-        self.message_sums: Any = None  # while a step's messages are checked (engine/sdc/reductions.py)
+        self.checks: WeakSet[Any] = WeakSet()  # of a step's messages, while they live (engine/sdc/reductions.py)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """A pickled mesh of no world has groups of its own."""
@@ -36,7 +36,6 @@ class RankContext:
         """Close this rank's connections."""
         if self.watch is not None:
             self.watch.close()
-        self.watch = None
 
 
 @dataclass(eq=False)
@@ -46,7 +45,7 @@ class Group:
     axes: str
     ranks: tuple[int, ...]
     index: int
-    transport: Any = field(default=None, repr=False)  # a Transport; None for a group of one or an unbound mesh
+    connections: Any = field(default=None, repr=False)  # a Transport; None for a group of one or an unbound mesh
     purpose: str = ""  # groups of different purposes have connections of their own
     context: RankContext = field(default_factory=RankContext, repr=False)
     closed: str = ""  # why its connections were closed
@@ -54,6 +53,11 @@ class Group:
     def __deepcopy__(self, memo: object) -> Group:
         """The same group: connections cannot be copied."""
         return self
+
+    @property
+    def transport(self) -> Any:
+        """How its messages travel, as long as they do."""
+        return None if self.closed else self.connections
 
     @property
     def size(self) -> int:

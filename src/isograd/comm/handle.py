@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import Any
 
@@ -20,8 +20,8 @@ class Handle:
     def __init__(self, group: Group | None = None, keep: object = None) -> None:
         """`keep`: tensors that have to live until then."""
         self.group, self._keep = group, [keep]
-        self._works: list[tuple[Any, int, Any]] = []  # and the member of the group at the other end, and which message
-        self.at: tuple[Any, int, Any] | None = None  # the one of them that is waited for (deadlock.py)
+        # Under way: works, the member of the group at the other end, and which message (of deadlock.py) it is.
+        self._works: list[tuple[Any, int, Any]] = []
         self._then: list[Callable[[], None]] = []
         self._arrival: futures.Future[None] | None = None  # of the thread of `arrived_within`
         process.unfinished.add(self)
@@ -35,26 +35,34 @@ class Handle:
         self._then.append(more)
         return self
 
+    @property
+    def at(self) -> tuple[Any, int, Any] | None:
+        """What is waited for, while there is a wait."""
+        return next(iter(self._works), None)  # another thread may wait for them, and let go of them
+
     def _wait_each(self, only: int | None = None) -> None:
-        """Wait for each of the works, or for those of one member."""
+        """Wait for each of the works, or for those of one member, which come first then."""
         if self.group is not None:
             self.group.refuse_closed()  # `forget` has ended them: what they were to fill is not filled
-        for each in self._works:  # which `forget` may end
-            work, member, _ = self.at = each
-            if only is None or member == only:
-                work.wait()
+        self._works.sort(key=lambda each: only is not None and each[1] != only)
+        while (each := self.at) and only in (None, each[1]):
+            each[0].wait()
+            with suppress(ValueError):  # `forget` has ended it
+                self._works.remove(each)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Where this rank goes on only when the messages have arrived."""
         context = process if self.group is None else self.group.context
-        if self._works and self._works[0][2] is not None:
-            context.watch = context.watch or DeadlockWatch(context)
+        watch, at = context.watch, self.at
+        over = watch is None or watch.over.is_set() or not watch.is_alive()  # dead in a process that was forked
+        if over and at is not None and at[2] is not None:
+            context.watch = DeadlockWatch(context)
         context.waits_in = self
         try:
             yield
         finally:
-            context.waits_in = self.at = None
+            context.waits_in = None
 
     def wait_for(self, member: int) -> None:
         """Wait only for what is sent to and received from one member."""

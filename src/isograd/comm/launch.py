@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from isograd.comm.device import Asked
-from isograd.comm.worker import GROUP, PARTS, Answer, Seat, main, stack_file
+from isograd.comm.worker import GROUP, Answer, Seat, main, stack_file
 from isograd.errors import IsogradError, LaunchError
 from isograd.io import tempdir
 
@@ -42,11 +42,8 @@ def launch(
     """Run fn(*args) on `nproc` new local ranks; return each rank's value, in rank order.
 
     device: "cpu" computes on the CPU on purpose; None: each rank on a card of its own, where the machine has any."""
-    world = World(nproc, threads=threads, device=device)
-    try:
+    with World(nproc, threads=threads, device=device) as world:
         return world.run(fn, *args, timeout=timeout)
-    finally:
-        world.close()
 
 
 class World:
@@ -123,10 +120,7 @@ class _Ranks:
         self._end = weakref.finalize(self, stop_all, self.processes, self.pipes, self.directory, self._alive)
         for rank in range(world.nproc):
             alive = self._alive.fileno() if forked else None
-            seat = Seat(
-                *(rank, world.nproc, self.directory, world._threads, "lo", world._patience),
-                *(deaf, world._device, alive),
-            )
+            seat = Seat(rank, world.nproc, self.directory, world._threads, world._patience, deaf, world._device, alive)
             ours, theirs = context.Pipe()
             process = context.Process(target=main, args=(seat, theirs, watch, job), name=f"isograd rank {rank}")
             process.start()
@@ -251,22 +245,22 @@ def failure(answers: dict[int, Answer], exitcodes: Sequence[int | None], when: s
             fix=_exit_advice(exitcodes[first]),
             where=where,
         )
-    error = _RankError(
+    return _RankError(
         "IG253",
         f"{str(answers[first].payload).rstrip()}\n\nrank {first} of {len(exitcodes)} raised the above first",
         seen=consequences,
         fix=f"ranks {waiting} waited for it and were stopped" if waiting else None,
         where=where,
+        cause=answers[first].error,
     )
-    said = answers[first].error
-    if said is not None:
-        code, what, *others_said = said
-        error.cause = IsogradError(str(code), str(what), **dict(zip(PARTS, others_said, strict=True)))
-    return error
 
 
 class _RankError(LaunchError):
     """A rank's exception. Its traceback is the first thing printed."""
+
+    def __init__(self, *texts: str, cause: IsogradError | None = None, **fields: Any) -> None:
+        super().__init__(*texts, **fields)
+        self.cause = cause
 
     def __str__(self) -> str:
         head, _, rest = super().__str__().partition("\n\nrank ")

@@ -20,11 +20,10 @@ import torch
 from isograd.comm import record
 from isograd.comm.group import Group, even_sizes
 from isograd.comm.handle import Handle
-from isograd.comm.transport import Nccl, Transport
+from isograd.comm.transport import Nccl, Tensors, Transport
 from isograd.comm.world import ABORTED, abort_group_on_interrupt, device, leave, store_check
 from isograd.errors import CommError
 
-Tensors = Sequence[Sequence[torch.Tensor]]  # for each member of a group
 LAYER_S = 5.0  # after which a rank that gives up a step closes its connections, where layers wait for it
 LATE_S = 1.0  # seconds after which a rank that waits for a card asks whether others are still there
 SPIN_S = 5e-4  # for which the host asks a card without a pause

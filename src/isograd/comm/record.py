@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from isograd.comm.group import Group
+from isograd.comm.transport import Tensors
 
 _PACKAGE = str(Path(__file__).parents[1])
 _COMM = str(Path(__file__).parent)
@@ -28,7 +29,6 @@ _RAW, _OPS, _HERE = (str(Path(__file__).with_name(f"{name}.py")) for name in ("r
 
 HELPERS = {"exchange", "all_gather_start", "scatter_start", "reduce_scatter_start"}  # of other collectives
 T = TypeVar("T")
-Tensors = Sequence[Sequence[torch.Tensor]]  # for each member of a group
 
 
 class Message(NamedTuple):
@@ -88,14 +88,7 @@ class Record:
         self._look, self.follow = look, follow
         self._same = dict[Any, Any]()  # equal tuples are kept once
 
-    def note(
-        self,
-        group: Group,
-        out: Sequence[Sequence[torch.Tensor]],
-        into: Sequence[Sequence[torch.Tensor]],
-        tag: int,
-        control: bool,
-    ) -> Callable[[], None]:
+    def note(self, group: Group, out: Tensors, into: Tensors, tag: int, control: bool) -> Callable[[], None]:
         """Add an entry. Returns what is to be called when the rank has waited for its messages."""
         operation, site = _caller()
         phase = "backward" if torch._C._current_graph_task_id() != -1 else self.phase
@@ -144,10 +137,17 @@ def summed(part: T, total: T) -> T:
 def recording(look: Look | None = None, follow: Follow | None = None) -> Iterator[Record]:
     """Note every message that this process starts in here. `look`: what to note about each tensor beside its size.
     `follow`: is told of a tensor and of the sum that was made of it."""
+    with noting_in(record := Record(look, follow)):
+        yield record
+
+
+@contextmanager
+def noting_in(own: Record | None) -> Iterator[None]:
+    """Note the messages that this process starts in here in this record, or nowhere."""
     global running  # noqa: PLW0603  (as a profiler: switched on for a while by whoever looks at a program)
-    before, running = running, Record(look, follow)
+    before, running = running, own
     try:
-        yield running
+        yield
     finally:
         running = before
 
@@ -156,18 +156,17 @@ def noted(group: Group, out: Tensors, into: Tensors, tag: int, control: bool) ->
     """When somebody records or checks messages, they are noted. Returns what is to be called when they have been waited
     for."""
     note = _nothing if running is None else running.note(group, out, into, tag, control)
-    sums = group.context.message_sums
-    if sums is None or control:
+    if control or not group.context.checks:
         return note
-    arrived = sums.note(group, out, into, tag)
-    return lambda: (note(), arrived())[0]
+    arrived = [check.note(group, out, into, tag) for check in group.context.checks]
+    return lambda: (note(), [each() for each in arrived])[0]
 
 
 def noted_to(
     group: Group, peers: Sequence[int], tensors: Sequence[torch.Tensor], sends: bool, tag: int, control: bool
 ) -> Callable[[], None]:
     """The same of messages to some members, or from them."""
-    if running is None and group.context.message_sums is None:
+    if running is None and not group.context.checks:
         return _nothing
     messages, none = [tensors if i in peers else [] for i in range(group.size)], [list[torch.Tensor]()] * group.size
     return noted(group, messages if sends else none, none if sends else messages, tag, control)

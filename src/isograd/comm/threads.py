@@ -98,20 +98,20 @@ class _Receive:
     whichever of them is waited for."""
 
     def __init__(self, member: ThreadRank, key: Key, into: Tensor) -> None:
-        self._member, self._key, self._into, self._filled = member, key, into, False
+        self._member, self._key, self._into = member, key, into
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
         with self._member.world.arrived:
             self._fill_all()
-        return self._filled
+        return self not in self._member.asked[self._key]
 
     def wait(self) -> None:
         """Until the message is there, or the sender has left."""
         world, sender = self._member.world, self._key[2]
         with world.arrived:
             self._fill_all()
-            while not self._filled:
+            while self in self._member.asked[self._key]:
                 if sender in world.gone or self._key[3] in world.gone:
                     raise RuntimeError(f"connection closed by rank {sender}: {world.gone.get(sender)}")
                 world.arrived.wait(1.0)
@@ -120,28 +120,29 @@ class _Receive:
     def _fill_all(self) -> None:
         messages, asked = self._member.world.queues.get(self._key, deque()), self._member.asked[self._key]
         while messages and asked:
-            asked.popleft()._fill(messages.popleft())
+            asked[0]._fill(messages[0])
+            asked.popleft()
+            messages.popleft()
 
     def _fill(self, message: Tensor) -> None:
         if message.numel() != self._into.numel() or message.dtype != self._into.dtype:
             raise RuntimeError(f"a message of {message.numel()} elements where {self._into.numel()} were expected")
         with torch.no_grad():
             self._into.copy_(message.view(self._into.shape))
-        self._filled = True
 
 
-_here = threading.local()
+class RankThread(threading.Thread):
+    """A thread that speaks for a rank, if `member` is one."""
+
+    def __init__(self, member: ThreadRank | None, target: Callable[..., None], name: str, *args: Any) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+        self.member = member
 
 
 def member() -> ThreadRank | None:
-    """The rank that this thread is; None outside of `run`."""
-    found: ThreadRank | None = getattr(_here, "member", None)
+    """The rank that this thread is, or speaks for; None outside of `run`."""
+    found: ThreadRank | None = getattr(threading.current_thread(), "member", None)
     return found
-
-
-def act_for(other: ThreadRank | None) -> None:
-    """This thread speaks for a rank."""
-    _here.member = other
 
 
 def run(fn: Callable[..., Any], nproc: int, *args: Any, timeout: float | None = None) -> list[Any]:
@@ -150,8 +151,7 @@ def run(fn: Callable[..., Any], nproc: int, *args: Any, timeout: float | None = 
     results: list[Any] = [None] * nproc
     errors: list[tuple[float, int, BaseException]] = []
 
-    def rank(number: int) -> None:
-        _here.member = me = ThreadRank(world, number)
+    def rank(me: ThreadRank, number: int) -> None:
         try:
             results[number] = fn(*args)
         except BaseException as error:
@@ -159,7 +159,7 @@ def run(fn: Callable[..., Any], nproc: int, *args: Any, timeout: float | None = 
         finally:
             me.leave("it has ended")
 
-    threads = [threading.Thread(target=rank, args=[n], name=f"rank {n}", daemon=True) for n in range(nproc)]
+    threads = [RankThread(one := ThreadRank(world, n), rank, f"rank {n}", one, n) for n in range(nproc)]
     for thread in threads:
         thread.start()
     end = None if timeout is None else time.monotonic() + timeout

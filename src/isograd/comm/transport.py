@@ -49,8 +49,7 @@ class Transport:
         return len(self.ranks)
 
     def exchange(self, handle: Any, out: Tensors, into: Tensors, tag: int, control: bool) -> None:
-        """Messages with different tags never meet; those with one tag are received in the order in which they were
-        sent. `control`: values by which ranks decide something; only a simulation looks at it."""
+        """As raw.exchange."""
         # Receives are posted first so that nothing that arrives waits in a kernel buffer.
         for way, messages, start in ((-1, into, self.receive), (1, out, self.send)):
             for step in range(1, self.size):

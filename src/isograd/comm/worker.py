@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from isograd.comm import world
+from isograd.comm.consensus import spell, spelled_out
 from isograd.comm.device import Asked
 from isograd.comm.world import process_group_of, set_collective_timeout
 from isograd.errors import IsogradError
 
 LAST = 10.0  # seconds that a rank without a parent has for its last words
 RAISED_AT = "raised_at"  # on an error: when it was raised, for a rank that has closed its connections since then
-PARTS = ("seen", "expected", "fix", "where")
 # Terminals and schedulers send these to every process of a group, at any moment.
 GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -41,7 +41,6 @@ class Seat:
     nproc: int
     directory: str
     threads: int
-    interface: str | None
     patience: float = 0.0  # seconds that collectives wait for a silent rank, when longer than usual
     deaf: tuple[int, ...] = ()  # signals that do nothing here: the parent takes them for all ranks
     device: Asked = None  # "cpu": on purpose; None: a card, where the machine has any
@@ -55,7 +54,7 @@ class Answer:
     ok: bool
     payload: bytes | str  # pickled value, or a traceback
     when: float  # by `time.monotonic`: all processes of a machine read one clock
-    error: tuple[str | None, ...] | None = None  # one of isograd's errors: code, what, and PARTS
+    error: IsogradError | None = None  # one of isograd's, in words
     has_left: bool = False  # its world: the rank can run nothing more
 
     @property
@@ -113,7 +112,7 @@ def sit(seat: Seat) -> None:
         file.write(f"isograd r{seat.rank}")
     if seat.nproc > 1:
         set_collective_timeout(seat.patience)
-        world.join(seat.rank, seat.nproc, seat.directory, seat.interface, seat.device)
+        world.join(seat.rank, seat.nproc, seat.directory, seat.device)
 
 
 def _next(jobs: Connection, watcher: threading.Thread) -> Any:
@@ -140,10 +139,7 @@ def _do(job: Any) -> Answer:
 
 def _failed(error: BaseException) -> Answer:
     """In the handler of an error: the answer that tells of it."""
-    spelled = None
-    if isinstance(error, IsogradError):
-        said = (error.code, error.what, *(getattr(error, part) for part in PARTS))
-        spelled = tuple(None if part is None else str(part) for part in said)
+    spelled = spelled_out(spell(error), IsogradError) if isinstance(error, IsogradError) else None
     return Answer(False, traceback.format_exc(), float(vars(error).get(RAISED_AT) or time.monotonic()), spelled)
 
 

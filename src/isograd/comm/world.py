@@ -25,7 +25,7 @@ from isograd.comm.fake import FakeRank, FakeTransport
 from isograd.comm.group import Group, RankContext
 from isograd.comm.threads import ThreadTransport
 from isograd.comm.threads import member as thread_member
-from isograd.comm.transport import LOST_RANK, of_torch
+from isograd.comm.transport import LOST_RANK, Transport, of_torch
 from isograd.errors import CommError, IsogradError, headline
 
 _timeout = timedelta(minutes=30)  # for which a collective waits for a silent rank
@@ -37,10 +37,9 @@ def set_collective_timeout(seconds: float) -> None:
     _timeout = max(_timeout, timedelta(seconds=seconds))
 
 
-def join(rank: int, world_size: int, store_dir: str, interface: str | None = "lo", asked: Asked = None) -> None:
-    """Join a world of local ranks that meet in a directory: no port is opened, and gloo binds to `interface`."""
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+def join(rank: int, world_size: int, store_dir: str, asked: Asked = None) -> None:
+    """Join a world of local ranks that meet in a directory: no port is opened, and gloo binds to the loopback."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
     store = dist.FileStore(os.path.join(store_dir, "store"), world_size)  # type: ignore[attr-defined]
     _make_world(store, rank, world_size, asked)
 
@@ -125,8 +124,7 @@ process = Process()
 def _forked() -> None:
     """A child of a rank would read its messages."""
     for group in process.groups:
-        group.transport, group.closed = None, f"process {os.getpid()} was forked from a rank, and is none"
-    process.watch = None
+        group.closed = f"process {os.getpid()} was forked from a rank, and is none"
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -140,21 +138,22 @@ def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "", m
     ranks may send and wait for them in different orders. `member`: of an imagined world.
     """
     here = thread_member()
-    group = Group(axes, ranks, ranks.index(rank), purpose=purpose, context=member or here or process)
+    index, context = ranks.index(rank), member or here or process
     if len(ranks) == 1:
-        return group
+        return Group(axes, ranks, index, purpose=purpose, context=context)
     if member is not None:
-        group.transport = FakeTransport(member, axes, ranks, purpose)
+        transport: Transport = FakeTransport(member, axes, ranks, purpose)
     else:
         key, made = (purpose, ranks), here.made if here is not None else _transports()
         if key not in made and here is not None:
             made[key] = ThreadTransport(here, ranks, purpose)
         elif key not in made:
             everyone = not purpose and len(ranks) == dist.get_world_size()
-            process_group = dist.group.WORLD if everyone else _new_process_group(purpose, ranks, group.index)
-            made[key] = of_torch(process_group, ranks, group.index)
-        group.transport = made[key]
-    group.context.groups.add(group)
+            process_group = dist.group.WORLD if everyone else _new_process_group(purpose, ranks, index)
+            made[key] = of_torch(process_group, ranks, index)
+        transport = made[key]
+    group = Group(axes, ranks, index, transport, purpose, context)
+    context.groups.add(group)
     return group
 
 
@@ -248,7 +247,7 @@ def leave(why: str = "", tell: bool = True) -> None:
         with suppress(RuntimeError):  # the store may have ended with its rank
             _tell(f"rank {rank_and_size()[0]}: {why}")
     for group in place.groups:
-        group.transport, group.closed = None, group.closed or why or "it has left the world"
+        group.closed = group.closed or why or "it has left the world"
     place.leave(why)
 
 

@@ -119,7 +119,7 @@ class WorkerPool:
             start_method(self._preload)  # a new server, if the one before has died
         for _ in range(missing):
             alive = self._alive.fileno() if self._forked else None
-            seat = Seat(self.started, 1, self._root, self.threads, None, deaf=self.deaf, alive=alive)
+            seat = Seat(self.started, 1, self._root, self.threads, deaf=self.deaf, alive=alive)
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=main, args=(seat, theirs, self._watch, None))
             process.start()
@@ -142,7 +142,7 @@ class WorkerPool:
         ranks, says = self.workers[:size], self.silent(size)
         for rank, worker in enumerate(ranks):
             worker.rank = rank
-            seat = Seat(rank, size, directory, self.threads, "lo", self.patience, device=self.device)
+            seat = Seat(rank, size, directory, self.threads, self.patience, device=self.device)
             with suppress(OSError):  # it has died: its exit code says so
                 worker.pipe.send_bytes(pickled(in_world, (seat, fn, args)))
         silent: dict[int, str] = {}

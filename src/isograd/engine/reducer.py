@@ -137,20 +137,14 @@ class Reducer:
     def begin_sums(self) -> None:
         """Check the reductions and the messages of the step that begins."""
         self.sums = ReductionSums()
-        self._context.message_sums = self.sums.messages
+        self._context.checks.add(self.sums.messages)
 
     def check_sums(self, mesh: Mesh) -> None:
         """All ranks together, when all is finished: refuse the step if what was sent is not what came or was added."""
-        sums = self.sums
-        self.end_sums()
+        sums, self.sums = self.sums, None
         if sums is not None:
+            self._context.checks.discard(sums.messages)  # an error may hold them
             sums.check([self._groups[group.ranks] for group in self.plan.owners], mesh)
-
-    def end_sums(self) -> None:
-        """From here on nothing is checked. The messages of another engine's step may still be."""
-        if self.sums is not None and self._context.message_sums is self.sums.messages:
-            self._context.message_sums = None
-        self.sums = None
 
     def send_missing(self, mesh: Mesh) -> None:
         """After a failure, on all ranks: launch zeros until every owner of a bucket has launched it equally often."""
@@ -168,7 +162,7 @@ class Reducer:
         self.reduced.clear()
         self.sent.clear()
         self._totals.clear()
-        self.end_sums()
+        self.sums = None
 
 
 def zeros_of(slot: Slot) -> Tensor:

@@ -18,7 +18,7 @@ What is restored has the fingerprint of before, or it counts as lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,7 +42,6 @@ class MemoryChecksum:
         """`optimizer`: its state, too; else parameters and their fp32 rows alone."""
         self.engine, self.mesh, self._optimizer = engine, engine.mesh, optimizer
         self._prints: dict[torch.device, _Prints] = {}
-        self._changed: list[list[str]] = []  # by rank, what the last check found
 
     def set(self) -> None:
         """What this rank holds now is what the next check expects. No message, and no wait for a device."""
@@ -57,8 +56,11 @@ class MemoryChecksum:
             mine = torch.maximum(mine, changed)
         if not bool(raw.all_max(mine, self.mesh.group("world"))):
             return
-        self._changed = all_gather_object(self._broken(self._expected()), self.mesh)
-        raise EngineError("IG583", seen=_spelled(self._changed), where=self.mesh.describe_rank())
+        raise EngineError("IG583", seen=_spelled(self._changed()), where=self.mesh.describe_rank())
+
+    def _changed(self) -> list[list[str]]:
+        """By rank, on all of them."""
+        return all_gather_object(self._broken(self._expected()), self.mesh)
 
     def _tensors(self) -> dict[str, Tensor]:
         held = tensors(self.engine)
@@ -73,24 +75,24 @@ class MemoryChecksum:
 
         from_copy: brings back rows of these tensors that this rank alone holds, from a copy of its own.
         """
-        rank = self.mesh.rank
+        changed, rank = self._changed(), self.mesh.rank
         if from_copy is not None:
-            from_copy(self._changed[rank])
+            from_copy(changed[rank])
         held = tensors(self.engine)
-        for to, keys in enumerate(self._changed):
+        for to, keys in enumerate(changed):
             for key in keys:
-                self._from_replica(key, to, held)
-        left = self._broken(self._changed[rank])
+                self._from_replica(key, to, held, [rank for rank, broken in enumerate(changed) if key not in broken])
+        left = self._broken(changed[rank])
         return _spelled(all_gather_object(left, self.mesh))
 
-    def _from_replica(self, key: str, to: int, held: dict[str, Tensor]) -> None:
-        """Send a tensor to a rank from the first one that holds all of it, too, and has it unchanged."""
+    def _from_replica(self, key: str, to: int, held: dict[str, Tensor], right: Sequence[int]) -> None:
+        """Send a tensor to a rank from the first one that holds all of it, too, and has it right."""
         zero = self.mesh.layout.zero
         record = self.engine.table.records.get(parameter_of(key))
         if record is None or zero == 3 or (zero > 0 and not key.startswith("model/")):
             return
         group = slot_of(record, self.mesh).owners
-        healthy = [rank for rank in group.ranks if key not in self._changed[rank]]
+        healthy = [rank for rank in group.ranks if rank in right]
         if to not in group.ranks or not healthy or key not in held or self.mesh.rank not in (to, healthy[0]):
             return
         if self.mesh.rank == to:

@@ -34,6 +34,7 @@ from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
 from isograd.comm.fingerprint import fingerprint
 from isograd.comm.group import Group
+from isograd.comm.transport import Tensors
 from isograd.core.mesh import Mesh
 from isograd.engine.packing import Packing, Reduction
 from isograd.engine.plan import Bucket
@@ -74,9 +75,7 @@ class MessageSums:
         self._sent: dict[tuple[Any, ...], list[Tensor]] = {}  # by (axes, purpose, ranks, sender, receiver, tag)
         self._arrived: dict[tuple[Any, ...], list[Tensor | None]] = {}  # in the order of the sender; None: under way
 
-    def note(
-        self, group: Group, out: Sequence[Sequence[Tensor]], into: Sequence[Sequence[Tensor]], tag: int
-    ) -> Callable[[], None]:
+    def note(self, group: Group, out: Tensors, into: Tensors, tag: int) -> Callable[[], None]:
         """As messages start. Returns what is to be called when they have been waited for."""
         if group.purpose in ("gradients", "copies"):  # copies of the state travel beside the steps
             return lambda: None
@@ -123,7 +122,6 @@ class ReductionSums:
         self._arrived: dict[Bucket, Tensor] = {}  # [senders, slots, 4]; not there where single messages are not seen
         self._total: dict[Bucket, Tensor] = {}  # [slots, 4]
         self._apart: dict[Bucket, Tensor] = {}  # [slots]: whether two sums of the same pieces were different
-        self._sizes: dict[Bucket, list[tuple[float, int]]] = {}  # of each slot, eps and elements
         self.messages = MessageSums()
 
     def sending(self, bucket: Bucket, packing: Packing, flat: Tensor) -> None:
@@ -141,7 +139,6 @@ class ReductionSums:
         twice = zip(rows, rows_of(reduction.sum(again)), strict=True)
         _add(self._apart, bucket, torch.stack([fingerprint(one) != fingerprint(two) for one, two in twice]).long())
         _add(self._total, bucket, numbers_of(rows))
-        self._sizes[bucket] = [(torch.finfo(piece.dtype).eps, piece.numel()) for piece in rows]
         return rows
 
     def check(self, groups: Iterable[Group], mesh: Mesh) -> None:
@@ -164,7 +161,8 @@ class ReductionSums:
 
         sent, me = every(self._sent, 1), group.ranks[group.index]  # [owners, slots, 4]
         said = torch.stack(raw.all_to_all(list(sent.unbind(0)), [sent.shape[1:]] * group.size, group))
-        names = [slot.name for bucket in buckets for slot in bucket.slots]
+        slots = [slot for bucket in buckets for slot in bucket.slots]
+        names = [slot.name for slot in slots]
         wrong = []
         if all(bucket in self._arrived for bucket in buckets):
             arrived = every(self._arrived, 1)  # [senders, slots, 4]
@@ -175,7 +173,7 @@ class ReductionSums:
         for slot in every(self._apart, 0).nonzero().flatten().tolist():
             twice = "a second time the result was another"
             wrong.append(f"rows of {names[slot]} were added up wrongly on rank {me}: {twice}")
-        sizes = [size for bucket in buckets for size in self._sizes[bucket]]
+        sizes = [(torch.finfo(slot.dtype).eps, slot.rows(slot.parameter).numel()) for slot in slots]
         additions = math.sqrt((group.size - 1) * group.size)
         rounding = [eps / 2 * additions + _EPS64 * math.sqrt(min(count, LENGTH)) for eps, count in sizes]
         bound = T * torch.tensor(rounding, dtype=torch.float64, device=said.device) * said[..., 1].sum(0).sqrt()
