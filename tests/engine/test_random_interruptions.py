@@ -227,7 +227,7 @@ def trained(
                 said.append(f"step {step}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
                 tries *= len(taken) == before
                 if after == "nothing":  # the next call is refused, on all ranks together
-                    tries += engine.step_state.failure is not None and not isinstance(error, ig.IsogradError)
+                    tries += engine.step_state.phase.failure is not None and not isinstance(error, ig.IsogradError)
                     continue
                 try:
                     engine.discard()

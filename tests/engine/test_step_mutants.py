@@ -7,12 +7,14 @@ crash would fail the test.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
 from isograd.engine import step_status
+from isograd.engine.gathered import GatheredStep
 from isograd.engine.reducer import Reducer
 from isograd.engine.step import ReduceWhen, State, StepState
 from isograd.errors import IsogradError
@@ -41,32 +43,33 @@ def before(original: Callable[..., Any], more: Callable[..., None]) -> Callable[
 
 def stays_open(self: StepState) -> None:
     if self.state is State.FAILED:
-        self.state, self.failure = State.OPEN, None
+        self.phase = replace(self.phase, state=State.OPEN, failure=None)
 
 
 def keeps_some(original: Callable[[StepState], None]) -> Callable[[StepState], None]:
     def abandon(self: StepState) -> None:
-        local = dict(self.local)
+        local = dict(self.now.local)
         original(self)
-        self.local = local
+        self.now.local.update(local)
 
     return abandon
 
 
 def keeps_rows(original: Callable[[StepState], None]) -> Callable[[StepState], None]:
     def clear(self: StepState) -> None:
-        final_shards, reduced = dict(self.final_shards), dict(self.reducer.reduced)
+        final_shards, reduced = dict(self.now.final_shards), dict(self.reducer.reduced)
         original(self)
-        self.final_shards, self.reducer.reduced = final_shards, reduced
+        self.now.final_shards.update(final_shards)
+        self.reducer.reduced.update(reduced)
 
     return clear
 
 
 def keeps_weight(original: Callable[[StepState], None]) -> Callable[[StepState], None]:
     def clear(self: StepState) -> None:
-        sums = self.loss_sums
+        before = self.now
         original(self)
-        self.loss_sums = sums
+        self.now = replace(self.now, weight=before.weight, losses=before.losses)
 
     return clear
 
@@ -75,23 +78,23 @@ def taken_and_kept(original: Callable[..., Any]) -> Callable[..., Any]:
     """A gradient leaves, and stays as well."""
 
     def taken(self: StepState, slot: Any) -> Any:
-        gradient = self.local.get(slot)
+        gradient = self.now.local.get(slot)
         found = original(self, slot)
         if gradient is not None:
-            self.local[slot] = gradient
+            self.now.local[slot] = gradient
         return found
 
     return taken
 
 
-def never_pending(self: StepState) -> bool:
+def never_pending(self: GatheredStep) -> bool:
     return False
 
 
 def at_end_forgets(self: StepState) -> None:
     """STEP: what one backward kept is lost when the next one begins."""
     if self.state is not State.FAILED:
-        self.local.clear()
+        self.now.local.clear()
 
 
 def replaces(self: Reducer, bucket: Any, rows: Any) -> None:
@@ -102,7 +105,7 @@ def replaces(self: Reducer, bucket: Any, rows: Any) -> None:
 def settles_again(original: Callable[..., None]) -> Callable[..., None]:
     def finish(self: StepState, flush: bool) -> None:
         original(self, flush)
-        for rows in self.final_shards.values():
+        for rows in self.now.final_shards.values():
             rows.mul_(2)
 
     return finish
@@ -115,7 +118,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "clear keeps reduced rows": (StepState, "clear", keeps_rows),
     "clear keeps the weight": (StepState, "clear", keeps_weight),
     "a gradient that leaves stays as well": (StepState, "_taken", taken_and_kept),
-    "what has not left is forgotten at the step": (StepState, "pending", lambda f: never_pending),
+    "what has not left is forgotten at the step": (GatheredStep, "pending", lambda f: never_pending),
     "a backward that stays loses what stayed before": (StepState, "begin", lambda f: before(f, at_end_forgets)),
     "a further reduction replaces the one before": (Reducer, "_add", lambda f: replaces),
     "finished rows are doubled": (StepState, "finish_reductions", settles_again),
@@ -147,7 +150,7 @@ def cleared_by_hand() -> None:
     steps = sequences.Steps(1)
     steps.backward()
     steps.backward()
-    if steps.engine.step_state.used:
+    if steps.engine.step_state.now.used:
         steps.model.zero_grad()
         with pytest.raises(IsogradError, match="IG553"):
             steps.backward()

@@ -6,15 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_ABSENT = object()
+
 
 @contextmanager
 def set_attributes(*holders: object, **values: Any) -> Iterator[None]:
-    """In here each of these objects has these values for attributes that it has."""
-    before = [(holder, name, getattr(holder, name)) for holder in holders for name in values]
+    """In here each of these objects has these values for attributes, which it need not have otherwise."""
+    before = [(holder, name, getattr(holder, name, _ABSENT)) for holder in holders for name in values]
     try:
         for holder, name, _ in before:
             setattr(holder, name, values[name])
         yield
     finally:
         for holder, name, value in before:
-            setattr(holder, name, value)
+            if value is not _ABSENT:
+                setattr(holder, name, value)
+            elif hasattr(holder, name):
+                delattr(holder, name)

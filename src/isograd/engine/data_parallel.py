@@ -227,7 +227,7 @@ class DataParallel(nn.Module):
     @property
     def drops(self) -> int:
         """How many times what was gathered since `zero_grad` was dropped, on all ranks: refused or discarded."""
-        return self._window.drops
+        return self._window.now.drops
 
     def until_all_exhausted(self, batches: Iterable[Batch]) -> Iterator[Batch | None]:
         """The batches, and then None as long as another rank has some."""

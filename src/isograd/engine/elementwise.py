@@ -1,4 +1,4 @@
-"""Which optimizers may step rows: those that step each element by itself.
+"""Which optimizers may step rows: those that step each element by itself. Which may step matrices: whole ones.
 
 From ZeRO 1 on a rank's optimizer sees its rows of each parameter, and under tp its part of a cut one. Adam computes for
 an element what it would compute in the whole tensor. Adafactor, LAMB and LARS take a mean or norm of whatever tensor
@@ -25,18 +25,23 @@ KNOWN = {
 }  # fmt: skip
 
 
-def refuse(optimizer: torch.optim.Optimizer, slots: Mapping[int, Slot], *, by_rows: bool, elementwise: bool) -> None:
+def refuse_pieces(
+    optimizer: torch.optim.Optimizer, slots: Mapping[int, Slot], *, by_rows: bool, elementwise: bool
+) -> None:
     """`slots`: of each tensor (by id) that may be stepped. `by_rows`: owners step their rows only. `elementwise`: what
     the user says of optimizers that are not in the list."""
     for member in muon.members(optimizer):
         closure = inspect.signature(type(member).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise EngineError("IG543", kind=type(member).__name__)
-        if elementwise or type(member) in KNOWN or muon.steps_matrices(member):  # muon.refuse_pieces knows these
-            continue
-        stepped = [slots[id(p)] for group in member.param_groups for p in group["params"] if id(p) in slots]
-        if pieces := [s for s in stepped if not is_whole(s, by_rows)]:
-            kind = type(member).__name__
+        kind, by_matrix = type(member).__name__, muon.steps_matrices(member)
+        groups = [g["params"] for g in member.param_groups if not by_matrix or g.get("use_muon", True)]
+        stepped = [slots[id(p)] for params in groups for p in params if id(p) in slots]
+        pieces = [s for s in stepped if not is_whole(s, by_rows) and not (by_matrix and s.uncut_matrix)]
+        if pieces and by_matrix:
+            how = "over tp" if pieces[0].contract.shards else "by rows over the data ranks"
+            raise EngineError("IG531", kind=kind, name=pieces[0].name, how=how)
+        if pieces and not elementwise and type(member) not in KNOWN:
             raise EngineError(
                 "IG542",
                 f"{kind} is not known to be elementwise, so it cannot step {'ZeRO shards' if by_rows else 'parts'}",

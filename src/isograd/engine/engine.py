@@ -172,7 +172,7 @@ class Engine:
             seen = f"backward under {str(self.mesh.layout)!r}"
             raise EngineError("IG521", seen=seen, where=self.mesh.describe_rank())
         if isinstance(loss, Terms):
-            self.step_state.term_weights.check(loss)  # before the backward begins: nothing is left behind
+            self.step_state.now.term_weights.check(loss)  # before the backward begins: nothing is left behind
             self.begin_single_backward(**{name: term.weight for name, term in loss.items()})
             with self.backward_context() as step_state:
                 step_state.backward_terms(loss)
@@ -181,7 +181,7 @@ class Engine:
         validation.check_mean("the loss", loss, count, self.mesh)  # before the backward begins: nothing is left behind
         with self.backward_context() as step_state:
             step_state.backward_loss(loss, count)
-            step_state.loss_sums.note(weight)
+            step_state.now.note(weight)
 
     def begin(self, /, **weights: float | Tensor) -> None:
         """Announce a step of several terms (`ig.Terms`): this rank's weight of each, over all backwards of the step.
@@ -192,11 +192,11 @@ class Engine:
         self._begin(weights, exact=True)
 
     def _begin(self, weights: Mapping[str, float | Tensor], *, exact: bool, single: bool = False) -> None:
-        step_state, term_weights = self.step_state, self.step_state.term_weights
+        step_state, term_weights = self.step_state, self.step_state.now.term_weights
         weights = on_host(weights)
         wrong = term_weights.problem(weights)
         if not step_state.empty and step_state.state is not State.FAILED:
-            has_losses = step_state.loss_sums.losses and term_weights.expected is None
+            has_losses = step_state.now.losses and term_weights.expected is None
             wrong = term_weights.mixed() if has_losses else EngineError("IG566", where=self.mesh.describe_rank())
         announces = {} if wrong else {name: float(weight) for name, weight in weights.items()}
         if not exact and announces.keys() <= set(term_weights.names):  # the terms of the step before
@@ -204,11 +204,11 @@ class Engine:
         table = self._gather_step_status(Status.BEGINS, announces=announces, wrong=wrong)
         with step_status.refusing(step_state, self._drop):
             columns = table.loss, table.more["terms"]
-            step_state.term_weights = term_weights.agreed(*columns, announces, exact=exact, single=single)
+            step_state.begin_terms(term_weights.agreed(*columns, announces, exact=exact, single=single))
 
     def begin_single_backward(self, /, **weights: float | Tensor) -> None:
         """Before a backward of terms: unless the step was begun, its weights are the step's, which takes no other."""
-        term_weights = self.step_state.term_weights
+        term_weights = self.step_state.now.term_weights
         if term_weights.single_backward:
             seen = "a second backward of terms: the first one's weights are the step's"
             raise EngineError("IG564", seen=seen, where=self.mesh.describe_rank())
@@ -263,7 +263,7 @@ class Engine:
         micros = batches.micro_batches(batch, micro_batches)
         if self._counts_ahead:
             self.count(micros)
-        begun = self.step_state.term_weights.expected is not None
+        begun = self.step_state.now.term_weights.expected is not None
         if not begun and (weights := batches.said_weights(self.model, micros)) is not None:
             self.begin(**weights)
         if self.pipeline is not None:
@@ -278,7 +278,7 @@ class Engine:
                 self.step_state.reducer.begin_pass()  # frees what the micro-batch before has packed
             with self.no_sync() if keeps else nullcontext():
                 result = batches.loss_of(self.model, micro)
-                if isinstance(result, Terms) and self.step_state.term_weights.expected is None:
+                if isinstance(result, Terms) and self.step_state.now.term_weights.expected is None:
                     weights = batches.counted_weights(self.model, result, micros[1:], self.mesh.device)
                     self._begin(weights, exact=False)
                 self.backward(*((result,) if isinstance(result, Terms) else result))
@@ -323,9 +323,10 @@ class Engine:
             raise
         weight, _, terms = table[:, : evaluation.COLUMNS].unbind(1)
         if not bool(terms.any()):
-            return evaluation.of_losses(step_status.of_data(table, self.mesh)[:, :2])
+            total, loss, *_ = step_status.of_data(table, self.mesh).sum(0).tolist()
+            return Evaluation(loss / total if total else math.nan, total)
         if bool(weight.any()):
-            raise self.step_state.term_weights.mixed()
+            raise self.step_state.now.term_weights.mixed()
         notes = all_gather_object(evaluation.sums_of_terms(found), self.mesh)
         return evaluation.of_terms(notes[rank] for rank in step_status.with_own_things(self.mesh))
 
@@ -419,7 +420,7 @@ class Engine:
 
         On cards, weights and losses are read here, with the norm: the host waits once in a step. What they refuse is
         refused here, with everything reduced and nothing stepped."""
-        shards, around = self.step_state.final_shards, (self.mesh.group("world"), self._device)
+        shards, around = self.step_state.now.final_shards, (self.mesh.group("world"), self._device)
         squared = [shards[slot] for slot in self._counted if slot in shards and shards[slot].numel()]
         scale, value, taken = self.loss_scale.value if self.loss_scale else 1.0, math.nan, None
         if table.late is not None:
@@ -432,7 +433,7 @@ class Engine:
             value = norm.global_norm(squared, *around)
         if whole and self.reproducible:
             value = norm.reproducible_norm(squared, *around)
-        return step_status.totals(table, self.step_state.term_weights, self.mesh, scale, value), taken
+        return step_status.totals(table, self.step_state.now.term_weights, self.mesh, scale, value), taken
 
     @abort_group_on_interrupt()
     def _gather_step_status(
@@ -445,13 +446,13 @@ class Engine:
         wrong: EngineError | None = None,
     ) -> StepStatus:
         """The gather of this step (engine/step_status.py). announces: what `begin` was given. wrong: found here."""
-        step_state, term_weights = self.step_state, self.step_state.term_weights
+        step_state, term_weights = self.step_state, self.step_state.now.term_weights
         step_state.must_be(State.OPEN, State.REDUCED, State.FAILED)
         grads = None if status is Status.DISCARDS else step_state.problem_in_grads()
         wrong = wrong or self._watch.problem(self.mesh) or self._sharded_optimizer.problem(self.mesh) or grads
         self._check_lockstep("comes to engine.begin, step, grads or discard", status)
         if announces is None:
-            own, columns = step_state.loss_sums.loss(), term_weights.columns()
+            own, columns = step_state.now.loss(), term_weights.columns()
         else:
             own, columns = term_weights.message(announces)
         can = self._device_decision.possible(whole and status is Status.FINE and term_weights.expected is None)
@@ -469,8 +470,8 @@ class Engine:
         if status is not Status.BEGINS:
             step_status.refuse_wrong(table, self.mesh)
             if whole:
-                self.step_state.term_weights.refuse_incomplete(table.more["terms"])
-            expected = self.step_state.term_weights.expected
+                self.step_state.now.term_weights.refuse_incomplete(table.more["terms"])
+            expected = self.step_state.now.term_weights.expected
             weights = step_status.of_data(table.weight if expected is None else expected.sum(1), self.mesh)
             if not float(weights.sum()) > 0:
                 raise EngineError("IG512", where=self.mesh.describe_rank(), weights=weights.tolist())

@@ -52,12 +52,6 @@ def columns(results: Sequence[Any], device: torch.device) -> Tensor:
     return found
 
 
-def of_losses(sums: Tensor) -> Evaluation:
-    """sums: (weight, weighted loss) of each data rank."""
-    weight, loss = (float(column) for column in sums.sum(0))
-    return Evaluation(loss / weight if weight else math.nan, weight)
-
-
 def sums_of_terms(results: Iterable[Any]) -> dict[str, tuple[float, float, float]]:
     """{name: (weight, weighted value, the same times the coefficient)} of this rank's results that are Terms."""
     found: dict[str, tuple[float, float, float]] = {}

@@ -58,7 +58,7 @@ class Gradients(Mapping[str, Tensor]):
         if mesh.index("pp") == source:
             slot = self._slots[name]
             part = torch.zeros_like(slot.parameter, dtype=slot.dtype)
-            if (mine := self._step_state.final_shards.get(slot)) is not None:
+            if (mine := self._step_state.now.final_shards.get(slot)) is not None:
                 slot.rows(part).copy_(mine)
             gather_rows(packing_of([slot]), [slot.rows(part)], [part], slot.owners).wait()
             whole = assemble(part, slot.contract, mesh).contiguous().mul_(self._scale)

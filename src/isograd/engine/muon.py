@@ -136,19 +136,6 @@ def _least_loaded(sizes: Mapping[str, int], ranks: int, fixed: Mapping[str, int]
     return found
 
 
-def refuse_pieces(optimizer: torch.optim.Optimizer, slots: Mapping[int, Slot], *, by_rows: bool) -> None:
-    """`slots`: of each tensor (by id) that may be stepped. `by_rows`: owners step their rows only."""
-    for member in members(optimizer):
-        if not steps_matrices(member):
-            continue
-        kind = type(member).__name__
-        stepped = [p for group in member.param_groups if group.get("use_muon", True) for p in group["params"]]
-        for slot in (slots[id(p)] for p in stepped if id(p) in slots):
-            if not slot.uncut_matrix and (slot.contract.shards or (by_rows and slot.cut_by_rows)):
-                how = "over tp" if slot.contract.shards else "by rows over the data ranks"
-                raise EngineError("IG531", kind=kind, name=slot.name, how=how)
-
-
 def steps_matrices(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its class, or one that it is made from, is named like an optimizer that works on matrices."""
     return any(word in base.__name__.lower() for base in type(optimizer).__mro__ for word in BY_MATRIX)

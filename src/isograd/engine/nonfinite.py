@@ -48,7 +48,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 def find_nonfinite(step_state: StepState, losses: Tensor) -> NonFiniteReport:
     """losses: one per rank of the world. Reduced gradients are looked at on the ranks that own their rows, before they
     are cleared."""
-    final_shards = step_state.final_shards
+    final_shards = step_state.now.final_shards
     mine = [slot.name for slot, rows in final_shards.items() if not bool(torch.isfinite(rows).all())]
     nonfinite_ranks = step_state.reducer.not_finite(final_shards)
     told = all_gather_object([sorted(nonfinite_ranks), mine[:_NAMES]], step_state.mesh)

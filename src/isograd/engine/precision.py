@@ -26,9 +26,11 @@ class LossScale:
     def update(self, overflow: bool) -> None:
         """Count one step; `overflow` says whether its gradients were not finite."""
         if overflow:
-            self.value = max(self.value / 2, self.smallest)
-            self.good_steps = 0
+            self._set(max(self.value / 2, self.smallest), 0)
             return
-        self.good_steps += 1
-        if self.good_steps % self.growth_interval == 0:
-            self.value = min(self.value * 2, self.largest)
+        good = self.good_steps + 1
+        self._set(min(self.value * 2, self.largest) if good % self.growth_interval == 0 else self.value, good)
+
+    def _set(self, value: float, good_steps: int) -> None:
+        """As a checkpoint has them."""
+        self.value, self.good_steps = value, good_steps

@@ -346,8 +346,7 @@ def take_numbers(engine: Engine, saved: Mapping[str, Any]) -> None:
                 group[key] = _like(group.get(key), value)
     engine._sharded_optimizer.know_groups()
     if engine.loss_scale and saved["loss_scale"]:
-        engine.loss_scale.value = saved["loss_scale"]["value"]
-        engine.loss_scale.good_steps = saved["loss_scale"]["good_steps"]
+        engine.loss_scale._set(**saved["loss_scale"])
 
 
 def _like(before: Any, value: Any) -> Any:

@@ -3,14 +3,14 @@
 1. `backward(reduce_when)` opens the state BACKWARD. Inside it `backward_loss` seeds a loss with its weight,
    `backward_terms` several ones with their shares of the step (engine/term_weights.py), and `run_backward` runs
    autograd. A gradient is a pending sum from here on, and nothing divides it.
-2. `arrived`: autograd has finished a parameter's gradient. It moves from `.grad` into `local`, this rank's own sum
+2. `arrived`: autograd has finished a parameter's gradient. It moves from `.grad` into `now.local`, this rank's own sum
    over the backwards of the step, in fp32 or fp64 (one alone, as it is packed). `.grad` then refuses to be used.
 3. A bucket of gradients leaves `local` for the owners of its rows. `ReduceWhen` says when: with its last gradient
    (GRAD_READY), when backward has left its block (BLOCK_DONE), or at the step (STEP). An autograd hook waits for
    nothing that another rank may not have sent.
 4. `finish_reductions`, at the step: what is still here leaves. My rows arrive summed over the data axes. They are
-   summed over the other partial axes of the contract (tp, ties), which makes them `final_shards`. The state is REDUCED.
-5. `clear` opens the next step.
+   summed over the other partial axes of the contract (tp, ties): `now.final_shards`. The state is REDUCED.
+5. `clear` opens the next step: another `GatheredStep` takes the place of `now`.
 
     OPEN -> BACKWARD -> OPEN -> ... -> REDUCED -> OPEN      FAILED from anywhere; `abandon` leads from it to OPEN
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -39,11 +39,12 @@ from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.engine import validation
+from isograd.engine.gathered import GatheredStep
 from isograd.engine.grad_placeholder import GradPlaceholder, changed_by_hand
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.precision import LossScale
 from isograd.engine.reducer import Reducer, ReduceWhen, zeros_of
-from isograd.engine.term_weights import LossSums, TermWeights, number_on, weighted
+from isograd.engine.term_weights import TermWeights, number_on, weighted
 from isograd.engine.tree import Tree
 from isograd.engine.zero3.param_group import Zero3Hooks
 from isograd.errors import EngineError, headline
@@ -70,12 +71,16 @@ class _Run:
     no_loss: Tensor | None = None  # on a GPU: whether the loss is a mean over nothing
 
 
-class _Outgoing:
-    """What the running backward has not sent."""
+@dataclass(frozen=True)
+class Phase:
+    """The state of a step, and what there is in that state alone."""
 
-    def __init__(self, when: ReduceWhen, buckets: Sequence[Bucket]) -> None:
-        self.when, self.buckets = when, list(buckets)  # in the order in which they leave
-        self.missing = {bucket: set(bucket.slots) for bucket in buckets}  # gradients that it has not finished
+    state: State = State.OPEN
+    failure: str | None = None  # why it is FAILED
+    when: ReduceWhen = ReduceWhen.STEP  # the buckets of the running backward leave
+    unsent: list[Bucket] = field(default_factory=list)  # by it, in the order in which they leave
+    missing: dict[Bucket, set[Slot]] = field(default_factory=dict)  # gradients that it has not finished
+    run: _Run | None = None  # under way
 
 
 class StepState:
@@ -99,32 +104,31 @@ class StepState:
         self.plan, self.mesh, self.reproducible, self.units = plan, mesh, reproducible, units
         self.keep_full, self.loss_scale = keep_full, loss_scale
         self.widest = widest or len(plan.slots)
-        self.state = State.OPEN
-        self.failure: str | None = None  # why the state is FAILED
         self.optimizer_inconsistent: str | None = None  # why no step can be right until a checkpoint is loaded
         self.made_at = validation.user_line()
         self.taken_over: list[str] = []  # where Engines were made that have taken parameters over
-        self.loss_sums = LossSums()
-        self.term_weights = TermWeights(mesh)  # of the terms of a step that has several
-        self.ended = 0  # steps that were taken or dropped
+        self.now = GatheredStep(TermWeights(mesh))
+        self.phase = Phase()
         self.left_by_others: set[int] = set()  # values of `ended` behind steps that others discard, in no handler
         self._versions: dict[int, int] = {}  # of parameters (ids), as an optimizer has left them
-        self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
-        self.final_shards: dict[Slot, Tensor] = {}  # my rows, every sum complete
-        self.full: dict[Slot, Tensor] = {}  # memory of a whole gradient
-        self.used: set[Slot] = set()  # reached by a backward of this step on this rank
         self.reducer = Reducer(plan, mesh, tree=reproducible)
         self.status_group = mesh.group("world", "step")  # of the gather of a step; no layer's message travels on it
-        self.watcher: Callable[[Slot, Tensor], None] | None = None  # sees each gradient as autograd has made it
-        self._tree = Tree()
-        self._run: _Run | None = None  # under way
-        self._outgoing = _Outgoing(ReduceWhen.STEP, [])
         self._slots = {id(slot.parameter): slot for slot in plan.slots}
         self._home = {slot: bucket for bucket in plan.buckets for slot in bucket.slots}
         # What withholds `.grad` between backwards, once used: of the parameter, and of what is stepped in its place.
         self._placeholders: dict[Slot, list[tuple[nn.Parameter, GradPlaceholder]]] = {
             slot: [(slot.parameter, GradPlaceholder(slot.parameter, slot.name))] for slot in plan.slots if withholds
         }
+
+    @property
+    def state(self) -> State:
+        """Where the step stands."""
+        return self.phase.state
+
+    @property
+    def ended(self) -> int:
+        """Steps that were taken or dropped."""
+        return self.now.ended
 
     def withhold_masters(self, masters: dict[str, nn.Parameter]) -> None:
         """Tensors that the optimizer steps in place of parameters: their `.grad` is withheld, too."""
@@ -163,14 +167,14 @@ class StepState:
 
     def fail(self, reason: BaseException | str) -> None:
         """The step cannot be finished; ranks are told at its gather."""
-        self.state = State.FAILED
-        self.failure = self.failure or (headline(reason) if isinstance(reason, BaseException) else reason)
+        why = self.phase.failure or (headline(reason) if isinstance(reason, BaseException) else reason)
+        self.phase = replace(self.phase, state=State.FAILED, failure=why)
 
     def backward_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool = True) -> bool:
         """Backward from a loss: gradients of loss * weight. `last`: they may leave. False: they count for nothing."""
         self.must_be(State.BACKWARD)
-        if self.term_weights.expected is not None:
-            raise self.term_weights.mixed()
+        if self.now.term_weights.expected is not None:
+            raise self.now.term_weights.mixed()
         validation.check_mean("the loss", loss, weight, self.mesh)
         count = number_on(loss.device, weight)
         nothing = validation.adds_nothing(loss, weight, self.mesh)
@@ -178,12 +182,20 @@ class StepState:
             on_card = isinstance(weight, Tensor) and weight.device.type != "cpu"
             self._seeded(loss, count, last=last, discard=nothing, counts=not on_card and bool(weight))
         self.add_weight(count)
-        self.loss_sums.losses.append(weighted(loss.detach().double().reshape(()), count))
+        self.now.losses.append(weighted(loss.detach().double().reshape(()), count))
         return not nothing
 
     def add_weight(self, weight: Tensor | float) -> None:
         """Of a backward."""
-        self.loss_sums = replace(self.loss_sums, weight=self.loss_sums.weight + weight)
+        self.now = replace(self.now, weight=self.now.weight + weight)
+
+    def begin_terms(self, weights: TermWeights) -> None:
+        """All ranks have agreed on the weights of the step's terms."""
+        self.now = replace(self.now, term_weights=weights)
+
+    def watch(self, watcher: Callable[[Slot, Tensor], None] | None) -> None:
+        """Show each gradient of this step as autograd has made it."""
+        self.now = replace(self.now, watcher=watcher)
 
     def backward_discarded(self, loss: Tensor, weight: Tensor | float) -> None:
         """Backward from a loss as `backward_loss` does it; the step gathers nothing of it. For `watcher`."""
@@ -206,15 +218,15 @@ class StepState:
 
     def seeds_of(self, terms: Terms) -> tuple[list[Tensor], list[Tensor]]:
         """Terms as (roots, their gradients), which `run_backward` takes together with others."""
-        self.term_weights.refuse_half(terms)
+        self.now.term_weights.refuse_half(terms)
         roots, seeds, _ = self._shares_of(terms)
         return roots, self._as_gradients(roots, seeds)
 
     def _shares_of(self, terms: Terms) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        roots, seeds, left_out, loss = self.term_weights.seeds(terms)
+        roots, seeds, left_out, loss = self.now.term_weights.seeds(terms)
         if left_out and validation.others_need(self.mesh):
             raise validation.needed_elsewhere(left_out[0], self.mesh)
-        self.loss_sums.losses.append(loss)
+        self.now.losses.append(loss)
         return roots, seeds, left_out
 
     def _as_gradients(self, roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
@@ -248,14 +260,14 @@ class StepState:
         self.must_be(State.BACKWARD)
         if not roots:
             return
-        run = _Run(last and self._outgoing.when is not ReduceWhen.STEP, discard, **of_half)
+        run = _Run(last and self.phase.when is not ReduceWhen.STEP, discard, **of_half)
         if self.units is not None:
             self.units.begin_backward(self._on_block_done if run.reduces else None)
         try:
-            self._run = run
+            self.phase = replace(self.phase, run=run)
             torch.autograd.backward(roots, seeds)
         finally:
-            self._run = None
+            self.phase = replace(self.phase, run=None)
             if self.units is not None:  # it tells the other ranks when an exception is on its way
                 self.units.end_backward()
 
@@ -269,13 +281,13 @@ class StepState:
         """A gradient of such a parameter that came later (nn/split_backward.py). `last`: as in `run_backward`."""
         self.must_be(State.BACKWARD)
         self._taken_in(slot := self._slots[id(parameter)], gradient)
-        if last and self._outgoing.when is ReduceWhen.GRAD_READY:
+        if last and self.phase.when is ReduceWhen.GRAD_READY:
             self.on_grad_ready(slot)
 
     def _taken_in(self, slot: Slot, gradient: Tensor) -> None:
-        if self.watcher is not None:
-            self.watcher(slot, gradient)
-        if self._run is None or not self._run.discard:
+        if self.now.watcher is not None:
+            self.now.watcher(slot, gradient)
+        if self.phase.run is None or not self.phase.run.discard:
             self.collect(slot, gradient)
 
     def begin(self, reduce_when: ReduceWhen) -> None:
@@ -286,12 +298,12 @@ class StepState:
             if self.units is not None:  # the others may have begun theirs, and wait for this rank
                 self.units.abort(headline(error))
             raise error
-        for slot in self.used & self._placeholders.keys():
+        for slot in self.now.used & self._placeholders.keys():
             slot.parameter.grad = None
-        self.state, synced = State.BACKWARD, reduce_when is not ReduceWhen.STEP
-        self._outgoing = _Outgoing(reduce_when, self.plan.buckets if synced else [])
-        if synced:
-            self.loss_sums = replace(self.loss_sums, synced_backwards=self.loss_sums.synced_backwards + 1)
+        unsent = [] if reduce_when is ReduceWhen.STEP else list(self.plan.buckets)
+        self.phase = Phase(State.BACKWARD, None, reduce_when, unsent, {b: set(b.slots) for b in unsent})
+        if unsent:
+            self.now = replace(self.now, synced_backwards=self.now.synced_backwards + 1)
             self.reducer.begin_pass()
 
     def must_be(self, *states: State) -> None:
@@ -304,7 +316,7 @@ class StepState:
             self.status_group.refuse_closed()  # nothing can drop the step
             if self.units is not None:  # the others may have begun theirs, and wait for this rank
                 self.units.abort("refused a backward: an earlier one had failed")
-            raise EngineError("IG550", seen=self.failure, where=self.mesh.describe_rank(), failed="this rank")
+            raise EngineError("IG550", seen=self.phase.failure, where=self.mesh.describe_rank(), failed="this rank")
         allowed = " or ".join(state.value for state in states)
         raise EngineError("IG552", where=self.mesh.describe_rank(), state=self.state.value, allowed=allowed)
 
@@ -314,7 +326,7 @@ class StepState:
         changed = sorted(
             slot.name
             for slot, shown in self._placeholders.items()
-            if any(p.grad is not (stand_in if slot in self.used else None) for p, stand_in in shown)
+            if any(p.grad is not (stand_in if slot in self.now.used else None) for p, stand_in in shown)
         )
         told = changed and self.state is not State.FAILED
         return changed_by_hand(f"gradients of {changed[:6]}", self.mesh.describe_rank()) if told else None
@@ -322,91 +334,85 @@ class StepState:
     def arrived(self, slot: Slot, _: Tensor) -> None:
         """Called when a gradient has been accumulated into `slot.parameter.grad`."""
         gradient, slot.parameter.grad = slot.parameter.grad, None
-        if self._run is None:
+        phase = self.phase
+        if phase.run is None:
             raise EngineError("IG510", where=self.mesh.describe_rank(), name=slot.name, made_at=self.made_at)
         if gradient is not None:
             self._taken_in(slot, gradient)
-        if self._run.reduces and self._outgoing.when is ReduceWhen.GRAD_READY:
+        if phase.run.reduces and phase.when is ReduceWhen.GRAD_READY:
             self.on_grad_ready(slot)
 
     def collect(self, slot: Slot, gradient: Tensor) -> None:
         """Add to this rank's own sum."""
-        self.used.add(slot)
-        before, run = self.local.get(slot), self._run
+        self.now.used.add(slot)
+        before, run = self.now.local.get(slot), self.phase.run
         if run is not None and run.factor is not None:
             gradient = gradient.to(slot.dtype) * run.factor.to(slot.dtype)
         if run is not None and run.no_loss is not None:
             gradient = torch.where(run.no_loss, gradient.new_zeros(()), gradient)
         if self.reproducible or self.keep_full:  # else half precision is cast as its bucket is packed
             gradient = gradient.to(slot.dtype)
-        self.local[slot] = gradient if before is None else before.to(slot.dtype).add_(gradient)
+        self.now.local[slot] = gradient if before is None else before.to(slot.dtype).add_(gradient)
 
     def forget_own(self) -> None:
         """This rank's own sums were cleared by the user, and their weight with them."""
-        self.loss_sums = replace(self.loss_sums, weight=0.0)
-        self.local.clear()
-        self.used.clear()
+        self.now = replace(self.now, weight=0.0, local={}, used=set())
 
     def on_grad_ready(self, slot: Slot) -> None:
         """GRAD_READY: this backward has finished the slot's gradient. Buckets leave in the plan's order."""
-        outgoing = self._outgoing
-        outgoing.missing[self._home[slot]].discard(slot)
-        while outgoing.buckets and not outgoing.missing[outgoing.buckets[0]]:
-            self._launch(outgoing.buckets[0])
+        unsent, missing = self.phase.unsent, self.phase.missing
+        missing[self._home[slot]].discard(slot)
+        while unsent and not missing[unsent[0]]:
+            self._launch(unsent.pop(0))
 
     def _on_block_done(self, parameters: set[int]) -> None:
         """BLOCK_DONE: backward has left these parameters (ids) behind, on every data rank at the same point: all their
         buckets leave, whether this rank has used them or not."""
         self.reducer.next_block()
-        for bucket in list(self._outgoing.buckets):
+        for bucket in list(self.phase.unsent):
             if all(id(slot.parameter) in parameters for slot in bucket.slots):
+                self.phase.unsent.remove(bucket)
                 self._launch(bucket)
 
     @torch.no_grad()
     def end(self) -> None:
         """The backward is over: buckets that it has not sent leave, or their gradients stay in `local`."""
         if self.reproducible:
-            self._tree.grow([self._taken(slot) for slot in self.plan.slots])
-        elif self._outgoing.when is not ReduceWhen.STEP:
-            self._flush()
+            self.now.tree.grow([self._taken(slot) for slot in self.plan.slots])
+        else:
+            self._flush(self.phase.unsent)
         if self.units is not None:
             self.units.all_ended()
-        for parameter, stand_in in (pair for slot in self.used for pair in self._placeholders.get(slot, ())):
+        for parameter, stand_in in (pair for slot in self.now.used for pair in self._placeholders.get(slot, ())):
             parameter.grad = stand_in
-        self.state = State.OPEN
+        self.phase = Phase()
 
-    def _flush(self) -> None:
-        if self._outgoing.buckets and self.units is not None:
+    def _flush(self, unsent: list[Bucket]) -> None:
+        if unsent and self.units is not None:
             self.units.all_ended()  # and so they launch the same buckets
             self.reducer.next_block()
-        while self._outgoing.buckets:
-            self._launch(self._outgoing.buckets[0])
+        while unsent:
+            self._launch(unsent.pop(0))
 
     def _launch(self, bucket: Bucket) -> None:
-        self._outgoing.buckets.remove(bucket)
         gradients = [self._taken(slot) for slot in bucket.slots]
         if self.keep_full:
-            self.full.update(zip(bucket.slots, gradients, strict=True))
+            self.now.full.update(zip(bucket.slots, gradients, strict=True))
         self.reducer.launch(bucket, gradients)
 
     def _taken(self, slot: Slot) -> Tensor:
-        """A gradient out of `local`; zeros for a parameter that this rank did not use."""
-        gradient = self.local.pop(slot, None)
+        """A gradient out of `now.local`; zeros for a parameter that this rank did not use."""
+        gradient = self.now.local.pop(slot, None)
         return zeros_of(slot) if gradient is None else gradient.contiguous()
-
-    def pending(self) -> bool:
-        """Whether this rank holds gradients that have not left."""
-        return bool(self.local) or bool(self._tree)
 
     @torch.no_grad()
     def finish_reductions(self, flush: bool) -> None:
         """Complete every sum. `flush`, the same on all ranks: some rank holds gradients that have not left."""
         self.must_be(State.OPEN, State.REDUCED)
         if flush:
-            if self._tree:
-                self.local.update(zip(self.plan.slots, self._tree.cut(), strict=True))
-            self._outgoing = _Outgoing(ReduceWhen.STEP, self.plan.buckets)
-            self._flush()
+            if self.now.tree:
+                self.now.local.update(zip(self.plan.slots, self.now.tree.cut(), strict=True))
+            self._flush(list(self.plan.buckets))
         with record_function("isograd: reduce gradients"):
             self.reducer.finish_all()
         self.reducer.check_sums(self.mesh)
@@ -415,10 +421,10 @@ class StepState:
         for axes in sorted({axes for slot in reduced for axes in slot.contract.partial_over}, reverse=True):
             owing = sorted((slot for slot in reduced if axes in slot.contract.partial_over), key=lambda slot: slot.name)
             self._all_reduce_partials(axes, owing, reduced)
-        for slot, rows in reduced.items():
-            before = self.final_shards.get(slot)
-            self.final_shards[slot] = rows if before is None else before.add_(rows)
-        self.state = State.REDUCED
+        before = self.now.final_shards
+        shards = {slot: before[slot].add_(rows) if slot in before else rows for slot, rows in reduced.items()}
+        self.now = replace(self.now, final_shards=before | shards)
+        self.phase = Phase(State.REDUCED)
 
     def _all_reduce_partials(self, axes: str, slots: Sequence[Slot], reduced: dict[Slot, Tensor]) -> None:
         """Sum the rows of these slots over `axes`, in as few messages as there are dtypes."""
@@ -434,32 +440,25 @@ class StepState:
     @property
     def empty(self) -> bool:
         """Whether nothing of a step is under way."""
-        sums, announced = self.loss_sums, self.term_weights.expected is not None
-        return self.state is State.OPEN and not (announced or sums.losses or sums.synced_backwards or self.pending())
+        now, announced = self.now, self.now.term_weights.expected is not None
+        return self.state is State.OPEN and not (announced or now.losses or now.synced_backwards or now.pending())
 
     def clear(self) -> None:
         """Everything of this step is dropped, and the next one is open. Nothing may be on its way."""
         for parameter, _ in (pair for shown in self._placeholders.values() for pair in shown):
             parameter.grad = None
         self.reducer.clear()
-        self._forget()
-        self.loss_sums, self.term_weights = LossSums(), self.term_weights.next_step()
-        self.used.clear()
-        self.state, self.failure, self.ended = State.OPEN, None, self.ended + 1
+        self.now = GatheredStep(self.now.term_weights.next_step(), self.now.ended + 1)
+        self.phase = Phase()
 
     def abandon(self) -> None:
         """All ranks together: drop the step. What is on its way lands first, and nothing of it is kept."""
-        self._forget()  # at once: one may be out of memory
+        self.now = replace(self.now, tree=Tree(), local={}, final_shards={}, full={})  # now: one may be out of memory
         self.reducer.send_missing(self.mesh)
         self.reducer.finish_all()
         if self.units is not None:
             self.units.abort()
         self.clear()
-
-    def _forget(self) -> None:
-        self._tree = Tree()
-        for gradients in (self.local, self.final_shards, self.full):
-            gradients.clear()
 
     def mark_discarded(self, error: BaseException | None = None) -> None:
         """All ranks have just dropped a step, in their one gather: the rank that failed called `discard` there, and the

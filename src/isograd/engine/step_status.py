@@ -121,7 +121,9 @@ def gather_step_status(
     has failed in. look: the name of the gradient that is looked up. may_be_late: the caller completes and decides a
     table that has a part on cards.
     """
-    problem = step_state.optimizer_inconsistent or (step_state.failure if wrong is None else str(wrong).splitlines()[0])
+    problem = step_state.optimizer_inconsistent or (
+        step_state.phase.failure if wrong is None else str(wrong).splitlines()[0]
+    )
     if step_state.optimizer_inconsistent and status not in (Status.DISCARDS, Status.OPENS):
         status = Status.INCONSISTENT
     elif problem is not None and status not in (Status.DISCARDS, *TOGETHER):
@@ -182,14 +184,14 @@ def gather(
     more: Mapping[str, Tensor],
 ) -> StepStatus:
     """A row of every rank: one message of a few numbers and bits, from host to host, on connections of its own."""
-    mesh, sums = step_state.mesh, [step_state.loss_sums.weight, loss]
-    more = {"weights": step_state.loss_sums.columns(), **more}
+    mesh, sums = step_state.mesh, [step_state.now.weight, loss]
+    more = {"weights": step_state.now.kinds_of_losses(), **more}
     if status in (Status.FINE, Status.READS):  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
-    numbers = [step_state.pending(), status, step_state.loss_sums.synced_backwards, settings, note]
+    numbers = [step_state.now.pending(), status, step_state.now.synced_backwards, settings, note]
     numbers.append(step_state.reducer.number)
     known = torch.tensor(list(map(float, numbers)), dtype=torch.float64)
-    used = packed([slot in step_state.used for slot in step_state.plan.slots], step_state.widest)
+    used = packed([slot in step_state.now.used for slot in step_state.plan.slots], step_state.widest)
     heads = [torch.as_tensor(number, dtype=torch.float64).reshape(1) for number in sums]
     says = [*heads, known, used, *(part.double() for part in more.values())]
     sizes, on_cards = [len(part) for part in says], [part for part in says if part.is_cuda]
@@ -243,7 +245,7 @@ def refuse_failed(table: StepStatus, step_state: StepState, problem: str | None,
             seen = f"engine.begin, or a first backward of terms, on ranks {begins}; step() or grads() on the others"
             raise EngineError("IG566", seen=seen, where=mesh.describe_rank())
         return
-    reasons = all_gather_object(problem or step_state.failure, mesh)
+    reasons = all_gather_object(problem or step_state.phase.failure, mesh)
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if this_rank_discards:
         return

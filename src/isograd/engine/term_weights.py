@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -217,29 +217,6 @@ class TermWeights:
                 if bool((rows != rows[0]).any()):
                     seen = f"{', '.join(names)}: {rows.tolist()} on ranks {list(peers)}"
                     raise EngineError("IG516", seen=seen, where=self.mesh.describe_rank(), axes=axis, things="weights")
-
-
-@dataclass(frozen=True)
-class LossSums:
-    """The losses of a step on this rank, and its backwards."""
-
-    weight: Tensor | float = 0.0
-    losses: list[Tensor] = field(default_factory=list)  # weighted, one per backward
-    synced_backwards: int = 0  # whose buckets left, which every owner must run equally often
-    kinds: set[str] = field(default_factory=set)  # "weighed", "plain": of losses with a weight, without
-
-    def loss(self) -> Tensor:
-        """This rank's sum."""
-        return tree_sum(self.losses) if self.losses else torch.zeros((), dtype=torch.float64)
-
-    def note(self, weight: Tensor | float | None) -> None:
-        """What the caller gave a loss; a zero, which takes it out, goes with losses of both kinds."""
-        if weight is None or (isinstance(weight, Tensor) and weight.device.type != "cpu") or weight != 0:
-            self.kinds.add("plain" if weight is None else "weighed")
-
-    def columns(self) -> Tensor:
-        """For the gather of the step: whether there are losses without a weight, and with one."""
-        return torch.tensor(["plain" in self.kinds, "weighed" in self.kinds], dtype=torch.float64)
 
 
 def number_on(device: torch.device, number: Tensor | float) -> Tensor:

@@ -27,9 +27,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.profiler import record_function
 
 from isograd.comm.handle import Handle
+from isograd.core.attributes import set_attributes
 from isograd.core.mesh import Mesh
 from isograd.engine import muon
-from isograd.engine.elementwise import refuse as refuse_others
+from isograd.engine.elementwise import refuse_pieces
 from isograd.engine.muon import TensorParallelMuon
 from isograd.engine.packing import gather_rows
 from isograd.engine.plan import Bucket, Plan, Slot
@@ -164,8 +165,7 @@ class ShardedOptimizer:
         if (wrong := self._badly_owned()) is not None:
             raise wrong
         slots = {id(self.masters[slot.name]): slot for slot in plan.slots}
-        muon.refuse_pieces(self.optimizer, slots, by_rows=stage > 0)
-        refuse_others(self.optimizer, slots, by_rows=stage > 0, elementwise=elementwise)
+        refuse_pieces(self.optimizer, slots, by_rows=stage > 0, elementwise=elementwise)
         self._stepping = False
         self.average: Any = None  # a WeightAverage of these masters, if the run keeps one (ema.py)
         self.writes = 0  # how often the optimizer has begun to write
@@ -269,8 +269,8 @@ class ShardedOptimizer:
         if self.stage == 0:
             gather_gradients(step_state, dict.fromkeys(self.plan.slots, None if divides else scale))
         elif not divides:
-            torch._foreach_mul_(list(step_state.final_shards.values()), scale)
-        gradients: Mapping[Slot, Tensor] = step_state.full if self.stage == 0 else step_state.final_shards
+            torch._foreach_mul_(list(step_state.now.final_shards.values()), scale)
+        gradients: Mapping[Slot, Tensor] = step_state.now.full if self.stage == 0 else step_state.now.final_shards
         self._collect_edits()
         collected = self.across.collect({
             slot: gradients[slot] if slot in gradients else torch.zeros_like(self._target(slot), dtype=slot.dtype)
@@ -282,25 +282,19 @@ class ShardedOptimizer:
             master = self.masters[slot.name]
             here = gradient is not None and gradient.numel() and slot.name not in unused
             master.grad = gradient.to(master.device) if gradient is not None and here else None
-        self._stepping = True
         self.writes += 1
-        numbers: dict[str, Tensor] = {}
+        numbers: dict[str, Tensor | None] = {}
         if verdict is not None:
             numbers = {"grad_scale": verdict.divisor, "found_inf": verdict.refused}
         elif divides:
             home = next(iter(self.masters.values())).device
             numbers = {"grad_scale": torch.full((), 1.0 / scale, device=home)}
-        for one in muon.members(self.optimizer):
-            vars(one).update(numbers)
         raised: BaseException | None = None
         try:
-            self.optimizer.step()
+            with set_attributes(self, _stepping=True), set_attributes(*muon.members(self.optimizer), **numbers):
+                self.optimizer.step()
         except BaseException as error:
             raised = error
-        self._stepping = False
-        for one in muon.members(self.optimizer):
-            for name in numbers:
-                delattr(one, name)
         for master in self.masters.values():
             master.grad = None
         if self.average is not None and raised is None:
@@ -405,13 +399,13 @@ def _has_state(one: torch.optim.Optimizer) -> bool:
 @torch.no_grad()
 def gather_gradients(step_state: StepState, scales: Mapping[Slot, float | None]) -> None:
     """My rows, scaled (None: as they are), and everybody's, into the whole gradient."""
-    work, full = [], step_state.full
+    work, full = [], step_state.now.full
     for bucket in step_state.plan.buckets:
         pairs = []
         for slot in bucket.slots:
             if slot not in full:
                 full[slot] = zeros_of(slot)
-            whole, mine, scale = full[slot], step_state.final_shards.get(slot), scales.get(slot)
+            whole, mine, scale = full[slot], step_state.now.final_shards.get(slot), scales.get(slot)
             rows = slot.rows(whole)
             if mine is not None and scale is not None:
                 torch.mul(mine, scale, out=rows)

@@ -350,7 +350,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             seen = ", ".join(f"{share:g} * {name}" for name, _, share in parts)
             raise IntegrationError("IG859", seen=seen, where=self.mesh.describe_rank())
         (_, balance, share) = parts[0]
-        if self.engine.step_state.term_weights.expected is None:
+        if self.engine.step_state.now.term_weights.expected is None:
             rest = self._micros or []
             self.engine.begin(
                 lm=sum(float(self.loss_weight(micro)) for micro in rest),

@@ -144,11 +144,11 @@ def _run(build: Build, mesh: Mesh, allocations: Allocations, record: Record, tak
         """Each gradient that autograd has finished is marked with its parameter's name."""
         mark(gradient, ((slot.name, gradient.numel()),))
         collect(slot, gradient)
-        allocations.name(step_state.local[slot], GRADIENTS, _pattern(slot.name))
+        allocations.name(step_state.now.local[slot], GRADIENTS, _pattern(slot.name))
 
     def settled(flush: bool) -> None:
         finish(flush)
-        for slot, rows in step_state.final_shards.items():
+        for slot, rows in step_state.now.final_shards.items():
             allocations.name(rows, GRADIENTS, _pattern(slot.name))
 
     step_state.collect, step_state.finish_reductions = marked, settled  # type: ignore[method-assign]
@@ -167,7 +167,7 @@ def _name_states(engine: Engine, allocations: Allocations) -> None:
     for slot in engine.plan.slots:
         allocations.name(engine._sharded_optimizer.masters[slot.name], OPTIMIZER, "masters")
     for record in engine.table:
-        if engine._units is None or engine._units.params[id(record.parameter)].kept is not None:
+        if engine._units is None or engine._units.params[id(record.parameter)].mine.dtype == record.parameter.dtype:
             allocations.name(engine.local_shard(record.name), PARAMETERS, _pattern(record.name))
     for param in engine._units.params.values() if engine._units is not None else ():
         allocations.name(param.full, PARAMETERS, "gathered (ZeRO 3)")

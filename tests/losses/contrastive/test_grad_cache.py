@@ -246,10 +246,10 @@ def test_only_memory_that_a_graph_alone_holds_is_counted_and_once(layout: str, n
         """By each of three chunks."""
         model = Weighted(table)
         model.register_buffer("buffer", buffer)
-        budget, graphs, found = Budget(1.0, model, [{"x": x}]), [], []
+        budget, graphs, found = Budget.of(1.0, model, [{"x": x}]), [], []
         for chunk in x[:6].split(2):
             before = budget.left
-            vectors, fits = budget.encode_kept(model, chunk)
+            vectors, fits, budget = budget.encode_kept(model, chunk)
             assert fits
             graphs.append(vectors)
             found.append(before - budget.left)

@@ -27,7 +27,6 @@ from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
 from isograd.comm.fingerprint import fingerprint
 from isograd.core import rng
-from isograd.core.attributes import set_attributes
 from isograd.core.loss_terms import Terms
 from isograd.core.step_counters import StepCounters
 from isograd.engine.batches import call
@@ -61,17 +60,17 @@ class ReplayCheck:
     def begin(self) -> None:
         """Before the first backward of a step: remember its gradients."""
         self._first = {}
-        told = self.engine.step_state.loss_sums
+        step_state = self.engine.step_state
 
         def watch(slot: Slot, gradient: Tensor) -> None:
-            if not told.losses:  # the first backward is running
+            if not step_state.now.losses:  # the first backward is running
                 self._first[slot] = fingerprint(gradient)
 
-        self.engine.step_state.watcher = watch
+        step_state.watch(watch)
 
     def compare(self, micro: Any) -> None:
         """After the backwards of the step, on all ranks: refuse it when a neighbour's result has other bits."""
-        self.engine.step_state.watcher = None
+        self.engine.step_state.watch(None)
         if self._group.size == 1:
             return
         first = self._prints(self._first)
@@ -113,9 +112,10 @@ class ReplayCheck:
                 rng.set_random_state(before, self.mesh.device)
                 raise _impossible("a loss of several terms" if terms else "the model draws random numbers from torch")
             state = engine.step_state
-            seen = set_attributes(state, watcher=lambda slot, gradient: found.update({slot: fingerprint(gradient)}))
-            with seen, state.backward(ReduceWhen.STEP):
+            state.watch(lambda slot, gradient: found.update({slot: fingerprint(gradient)}))
+            with state.backward(ReduceWhen.STEP):
                 state.backward_discarded(*result)
+            state.watch(None)
         return self._prints(found)
 
     def _from_neighbour(self, micro: Any) -> Any:

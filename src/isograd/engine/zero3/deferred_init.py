@@ -58,10 +58,14 @@ class FirstValues:
         """Refuse parameters and buffers that will have no values, before anything is read."""
         self.mesh = mesh
         self.weights = SafetensorsReader(weights) if isinstance(weights, str | Path) else weights
-        self._names: dict[int, list[str]] = {}  # a tied parameter may be stored under any of its names
+        names: dict[int, list[str]] = {}  # a tied parameter may be stored under any of its names
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._names.setdefault(id(parameter), []).append(name)
-        self._stored = {record.name: self._stored_as(record) for record in table} if weights else {}
+            names.setdefault(id(parameter), []).append(name)
+        self._stored: dict[str, str | None] = {}
+        if self.weights is not None:
+            for record in table:
+                has = (n for n in names[id(record.parameter)] if self.weights.has(n, record.contract.shape))
+                self._stored[record.name] = next(has, None)
         absent = [r.name for r in table if not self._stored.get(r.name)]
         lost = [r.name for r in table if r.name in absent and r.parameter.is_meta and init_fn_of(r.parameter) is None]
         if lost:
@@ -72,11 +76,6 @@ class FirstValues:
         bare = [name for name, buffer in model.named_buffers() if buffer.is_meta]
         if bare:
             raise EngineError("IG526", seen=f"device='meta': {bare[:8]}", where=mesh.describe_rank())
-
-    def _stored_as(self, record: ContractRow) -> str | None:
-        assert self.weights is not None
-        shape = record.contract.shape
-        return next((n for n in self._names[id(record.parameter)] if self.weights.has(n, shape)), None)
 
     @torch.no_grad()
     def rows(self, record: ContractRow | Slot, cut: tuple[int, ...] | None = None) -> Tensor | None:

@@ -24,7 +24,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import pairwise
+from functools import cache
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from isograd.errors import EngineError, headline
 
 Gathers = tuple[int, list[tuple[Packing, list[ShardedParam]]]]  # a number for what they bring, the same on all ranks
 READERS = -1  # a user of parameters that is no group: `full_parameters`
-RETURNED = "_isograd_returned"  # of a tensor that a block has returned: how many calls had begun, and its version
+RETURNED = "_isograd_returned"  # of a tensor that a block has returned: when (`_clock`), and its version
 LATE_READ = """ZeRO 3: a backward read a parameter after its block was given back. The gradient of a block
 must come back through what its forward returns, once; see 'Limits' in docs/zero.md."""
 
@@ -67,20 +68,19 @@ class ParamGroup:
     own: set[int] = field(default_factory=set)  # parameters (ids) that no other group has
     state: GroupState = GroupState.SHARDED
     open_forwards: int = 0  # whose gradient has not come back yet
-    _gathers: dict[tuple[int, ...], Gathers] = field(default_factory=dict)
 
-    def gathers(self, missing: list[ShardedParam]) -> Gathers:
+    def __post_init__(self) -> None:
+        self.gathers = cache(self._gathers)
+
+    def _gathers(self, *missing: ShardedParam) -> Gathers:
         """Planned once for what is missing, which is everything where no other group has a part of it."""
-        key = tuple(id(param) for param in missing)
-        if key not in self._gathers:
-            alike: dict[Any, list[ShardedParam]] = {}  # of the same owners and dtype, all cut by rows or none
-            for param in missing:
-                slot = param.slot
-                alike.setdefault((slot.owners.ranks, slot.parameter.dtype, slot.has_one_owner), []).append(param)
-            names = ",".join(param.slot.name for param in missing)
-            number = zlib.crc32(names.encode()) if len(missing) < len(self.params) else self.number
-            self._gathers[key] = number, [(packing_of([p.slot for p in these]), these) for these in alike.values()]
-        return self._gathers[key]
+        alike: dict[Any, list[ShardedParam]] = {}  # of the same owners and dtype, all cut by rows or none
+        for param in missing:
+            slot = param.slot
+            alike.setdefault((slot.owners.ranks, slot.parameter.dtype, slot.has_one_owner), []).append(param)
+        names = ",".join(param.slot.name for param in missing)
+        number = zlib.crc32(names.encode()) if len(missing) < len(self.params) else self.number
+        return number, [(packing_of([p.slot for p in these]), these) for these in alike.values()]
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,14 @@ class Run:
 IDLE = Run()
 
 
+@dataclass(frozen=True)
+class Order:
+    """Which group follows which (number), and which comes before it, as the last forward had it."""
+
+    next: dict[int, ParamGroup] = field(default_factory=dict)
+    previous: dict[int, ParamGroup] = field(default_factory=dict)
+
+
 class Zero3Hooks:
     """Unshards groups when the model uses them, and reshards them."""
 
@@ -138,10 +146,9 @@ class Zero3Hooks:
         self._chunks = mesh.layout.vpp > 1  # forwards take turns between blocks that are not the same ones
         self._run = IDLE
         self._readers = 0
-        self._calls = 0  # of blocks, that have begun
+        self._clock = count()  # of calls of blocks, and of their ends
         self._pending: deque[tuple[Announcement, list[ShardedParam]]] = deque()  # gathers
-        self._next: dict[int, ParamGroup] = {}  # which group follows which (number), as the last forward had it
-        self._previous: dict[int, ParamGroup] = {}
+        self._order = Order()
         self.params = shard(slots, first, mesh, torch.device("cpu") if offload else mesh.device)
         self.groups = _groups(model, blocks, self.params)
         self.root = self.groups[0]
@@ -172,7 +179,7 @@ class Zero3Hooks:
         if self._run.phase:  # what torch does not tell hooks about: KeyboardInterrupt, for one
             self.abort("its forward was interrupted")
         self._begin(Run("forward", sys.exception(), [self.root], announced=self._run.announced))
-        self.unshard(self._next.get(0))
+        self.unshard(self._order.next.get(0))
 
     def _begin(self, run: Run) -> None:
         self._run = replace(run, epoch=self._check.epoch)
@@ -198,21 +205,20 @@ class Zero3Hooks:
 
     def _entering(self, group: ParamGroup, begun: list[int]) -> Callable[..., None]:
         def enter(_: nn.Module, __: Any) -> None:
-            self._calls += 1
-            begun.append(self._calls)
+            begun.append(next(self._clock))
             if self._run.phase != "forward" or group is not self.root:
                 self._need(group)
             if self._run.phase == "backward" and group.state is GroupState.UNSHARDED:
                 group.state = GroupState.RECOMPUTED
             if self._run.phase == "forward" and group is not self.root:
                 self._run.order.append(group)
-                self.unshard(self._next.get(group.number))
+                self.unshard(self._order.next.get(group.number))
 
         return enter
 
     def _leaving(self, group: ParamGroup, begun: list[int]) -> Callable[..., None]:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
-            since, phase = begun.pop() if begun else self._calls, self._run.phase
+            since, phase = begun.pop() if begun else next(self._clock), self._run.phase
             if group is self.root and phase:
                 return
             # What an earlier block returned and this one passes on comes back through that block: freed for this one's
@@ -220,12 +226,12 @@ class Zero3Hooks:
             graph = [tensor for tensor in differentiable(output) if not _passed_on(tensor, since)]
             awaited = [True] * bool(graph and phase != "backward")
             for tensor in graph:
-                setattr(tensor, RETURNED, (self._calls, tensor._version))
+                setattr(tensor, RETURNED, (next(self._clock), tensor._version))
                 tensor.register_hook(lambda _: self._pre_backward(group, awaited))
             if phase == "backward":
                 return
             group.open_forwards += bool(graph)
-            if graph and (self._keep or (self._one_stage and group is self._previous.get(0))):
+            if graph and (self._keep or (self._one_stage and group is self._order.previous.get(0))):
                 group.state = GroupState.KEPT
             else:
                 self.reshard(group)
@@ -240,14 +246,14 @@ class Zero3Hooks:
         preceding = {b.number: a for a, b in pairs if a is not self.root}
         if self._chunks:
             following.pop(0, None)
-            self._next, self._previous = self._next | following, self._previous | preceding
+            self._order = Order(self._order.next | following, self._order.previous | preceding)
         else:
-            self._next, self._previous = following, {**preceding, 0: order[-1]}
+            self._order = Order(following, {**preceding, 0: order[-1]})
 
     def begin_backward(self, on_block_done: Callable[[set[int]], None] | None) -> None:
         """`on_block_done` may send what backward has left behind: at the same points on all ranks."""
         self._begin(Run("backward", sys.exception(), on_block_done=on_block_done))
-        self.unshard(self._previous.get(0))
+        self.unshard(self._order.previous.get(0))
 
     def _pre_backward(self, group: ParamGroup, awaited: list[bool]) -> None:
         """The gradient of an output has come back; of several outputs of one call, the first one counts."""
@@ -272,7 +278,7 @@ class Zero3Hooks:
             before, note = self._run.announced, self._announce(f"has left {last.name} in backward")
             self._run = replace(self._run, announced=note)
             self._confirm(before)
-        self.unshard(self._previous.get(group.number))  # its rows travel while `done` waits and sends
+        self.unshard(self._order.previous.get(group.number))  # its rows travel while `done` waits and sends
         # After a note of the other ranks, which proves that they have come as far: `done` may wait for them.
         if done:
             done(last.own)
@@ -320,7 +326,7 @@ class Zero3Hooks:
 
     def _clear(self) -> None:
         """Nothing is full but for readers, nothing is under way, and no order of blocks is expected any more."""
-        self._run, self._next, self._previous = IDLE, {}, {}
+        self._run, self._order = IDLE, Order()
         self._pending.clear()
         self._forget_groups()
         for param in self.params.values():
@@ -347,7 +353,7 @@ class Zero3Hooks:
             group.state = GroupState.UNSHARDED
         missing = [param for param in group.params if not param.users]
         if missing:
-            number, gathers = group.gathers(missing)
+            number, gathers = group.gathers(*missing)
             announcement = self._check.announce(number, f"gathers {group.name} in {self._run.words}")
             self._pending.append((announcement, missing))
         for param in group.params:
@@ -358,8 +364,8 @@ class Zero3Hooks:
             param.expect()
         for packing, params in gathers:
             tag, alloc = self._check.tag(announcement, packing.owners), [p.alloc_full for p in params]
-            sent, full = [p.sent for p in params], [p.full for p in params]
-            handle = gather_rows(packing, sent, full, packing.owners, tag, alloc=alloc)
+            mine, full = [p.mine for p in params], [p.full for p in params]  # it casts what is wider
+            handle = gather_rows(packing, mine, full, packing.owners, tag, alloc=alloc)
             announcement.rows.append((packing.owners, handle))
 
     @abort_group_on_interrupt()
@@ -441,10 +447,10 @@ class Zero3Hooks:
 
 
 def _passed_on(tensor: Tensor, since: int) -> bool:
-    """Whether a block that was called as number `since` returns what others made: the stage before, or a block whose
-    call was over by then, of a tensor that was not changed in place."""
-    calls, version = getattr(tensor, RETURNED, (since, None))
-    return tensor.is_leaf or (calls < since and version == tensor._version)
+    """Whether a block that was called at `since` returns what others made: the stage before, or a block whose call was
+    over by then, of a tensor that was not changed in place."""
+    returned, version = getattr(tensor, RETURNED, (since, None))
+    return tensor.is_leaf or (returned < since and version == tensor._version)
 
 
 def _groups(model: nn.Module, blocks: Sequence[nn.Module], params: dict[int, ShardedParam]) -> list[ParamGroup]:

@@ -26,12 +26,11 @@ class ShardedParam:
     """A parameter and its memory: `expect`, `alloc_full`, `filled` when all rows have arrived, then `free_full`."""
 
     slot: Slot
-    kept: Tensor | None  # mine, in the parameter's dtype; None: only their master has memory
+    mine: Tensor  # my rows, in the parameter's dtype; or in fp32, of which half-precision ones are made when asked for
     full: Tensor  # its storage is empty while nobody needs it
     absent: Tensor  # what the parameter is then: one NaN of the full shape
     users: set[int] = field(default_factory=set)  # the groups (numbers) that need it now
     is_filling: bool = False  # rows of it are on their way
-    master: Tensor | None = None  # mine in fp32, of which half-precision rows are made when they are asked for
     unwritten: bytes = b""  # what stands in `absent`, in host memory
 
     def __post_init__(self) -> None:
@@ -41,19 +40,12 @@ class ShardedParam:
     @property
     def rows(self) -> Tensor:
         """Mine, in the parameter's dtype, to read and to write until the next step."""
-        if self.kept is None:
-            assert self.master is not None
-            self.kept = self.master.detach().to(self.slot.parameter.dtype)
-        return self.kept
-
-    @property
-    def sent(self) -> Tensor:
-        """What a gather casts and sends: my rows, or their master, which needs no copy of them."""
-        return self.master.detach() if self.kept is None and self.master is not None else self.rows
+        self.mine = self.mine.to(self.slot.parameter.dtype)
+        return self.mine
 
     def free_rows(self, master: Tensor) -> None:
         """The master has the values of my rows: their memory is freed."""
-        self.kept, self.master = None, master
+        self.mine = master.detach()
 
     def expect(self) -> None:
         """Rows of others are on their way."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,32 +70,34 @@ def place_rows(whole: Tensor, first: int, vectors: Tensor) -> None:
     whole[first : first + len(vectors)] = vectors
 
 
+@dataclass(frozen=True)
 class Budget:
     """Bytes that the graphs of chunks may hold until their backward, beside what is in memory anyway: parameters,
     buffers and the towers' inputs. Several chunks may hold the same storage; it is counted with the first of them."""
 
-    def __init__(self, megabytes: float, model: nn.Module, inputs: Any) -> None:
-        self.left = megabytes * 2**20
-        self._free: set[Hashable] = set()
-        if self.left:
-            present = [*model.parameters(), *model.buffers(), *tree.tree_leaves(inputs)]
-            self._free.update(key for x in present if isinstance(x, Tensor) for key in _storages(x))
+    left: float
+    free: frozenset[Hashable] = frozenset()  # storages that count no more
 
-    def encode_kept(self, encode: Encode, inputs: Any) -> tuple[Tensor, bool]:
-        """The encoder's vectors of a chunk, with its graph, and whether that fits. When one does not, none is kept
-        after it: the next one would need the memory that this one needed in vain."""
+    @staticmethod
+    def of(megabytes: float, model: nn.Module, inputs: Any) -> Budget:
+        """What there is before the first chunk."""
+        present = [*model.parameters(), *model.buffers(), *tree.tree_leaves(inputs)] if megabytes else []
+        free = frozenset(key for x in present if isinstance(x, Tensor) for key in _storages(x))
+        return Budget(megabytes * 2**20, free)
+
+    def encode_kept(self, encode: Encode, inputs: Any) -> tuple[Tensor, bool, Budget]:
+        """The encoder's vectors of a chunk, with its graph, whether that fits, and what is left. When one does not fit,
+        none is kept after it: the next one would need the memory that this one needed in vain."""
         held: dict[Hashable, int] = {}
 
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
-            held.update((key, size) for key, size in _storages(tensor).items() if key not in self._free)
+            held.update((key, size) for key, size in _storages(tensor).items() if key not in self.free)
             return tensor, tensor._version
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             vectors = encode_chunk(encode, inputs)
         fits = sum(held.values()) <= self.left
-        self.left = self.left - sum(held.values()) if fits else 0.0
-        self._free.update(held)
-        return vectors, fits
+        return vectors, fits, Budget(self.left - sum(held.values()) if fits else 0.0, self.free | held.keys())
 
 
 @torch.no_grad()

@@ -131,9 +131,11 @@ class GradientCache:
         with one_kernel():
             # The first pass and the loss come before the step's backward begins: what they raise leaves the step as it
             # was, while an exception inside `together` makes the whole step unusable.
-            budget = Budget(self.keep_mb, engine.model, towers)
+            budget, vectors = Budget.of(self.keep_mb, engine.model, towers), list[Tensor]()
             try:
-                vectors = [self._represent(tower, budget) for tower in work]
+                for tower in work:
+                    found, budget = self._represent(tower, budget)
+                    vectors.append(found)
             except Exception as error:
                 if not self._alike:
                     join_first_pass(error, mesh)
@@ -210,8 +212,8 @@ class GradientCache:
         return ((i, cut(tower.inputs, i * self.chunk, self.chunk)) for i in range(tower.chunks))
 
     @torch.no_grad()
-    def _represent(self, tower: _Tower, budget: Budget) -> Tensor:
-        """The first pass over a tower: its vectors."""
+    def _represent(self, tower: _Tower, budget: Budget) -> tuple[Tensor, Budget]:
+        """The first pass over a tower: its vectors, and what is left of the budget."""
         device, found = self.engine.mesh.device, torch.empty(0)
         for number, inputs in self._parts(tower):
             tower.states.append(random_state(device))
@@ -220,7 +222,7 @@ class GradientCache:
                 with torch.enable_grad():
                     vectors = tower.kept[number] = encode_chunk(tower.encode, inputs)
             elif budget.left and rows_of(inputs):
-                vectors, fits = budget.encode_kept(tower.encode, inputs)
+                vectors, fits, budget = budget.encode_kept(tower.encode, inputs)
                 if fits:
                     tower.kept[number] = vectors
                 else:
@@ -232,7 +234,7 @@ class GradientCache:
             if number == 0:  # joined at the end, they would be there twice
                 found = vectors.new_empty((tower.rows, vectors.shape[1]))
             place_rows(found, number * self.chunk, vectors)
-        return found
+        return found, budget
 
     def _keep_alike(self, work: Sequence[_Tower]) -> None:
         """Ranks that encode rows together keep the same chunks: those that fit on all of them."""
@@ -278,7 +280,7 @@ class GradientCache:
     ) -> list[Tensor]:
         """Go backward from the loss to the vectors: the gradients of each tower's."""
         with torch.autocast(self.engine.mesh.device.type, enabled=False):
-            if step_state.term_weights.expected is None:
+            if step_state.now.term_weights.expected is None:
                 step_state.backward_loss(loss, _my_rows(across), last=False)
             else:
                 step_state.backward_terms(Terms(contrastive=(loss, _my_rows(across))), last=False)
