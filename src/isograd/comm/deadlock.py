@@ -29,7 +29,7 @@ class DeadlockWatch(threads.RankThread):
     """The thread that looks whether its rank still waits for the same message."""
 
     def __init__(self, context: RankContext) -> None:
-        self._context, self._rank, self._thread = context, rank_and_size()[0], threading.get_ident()
+        self._place, self._rank, self._thread = context, rank_and_size()[0], threading.get_ident()
         self.over = threading.Event()
         super().__init__(threads.member(), self._look_on, "isograd deadlock watch")
         self.start()
@@ -39,14 +39,14 @@ class DeadlockWatch(threads.RankThread):
         self.over.set()
 
     def _awaited(self) -> Any:
-        handle = self._context.waits_in
+        handle = self._place.waits_in
         at = None if handle is None else handle.at
         return None if at is None or at[2] is None else at
 
     def _look_on(self) -> None:
         seen, looks, said, wait = None, 0, "", 0
         while not self.over.wait(LOOK_S):
-            handle, now = self._context.waits_in, self._awaited()
+            handle, now = self._place.waits_in, self._awaited()
             if now is None or now is not seen:
                 seen, looks, said, wait = now, 0, "", time.monotonic_ns()  # a store may be older than a world
             looks += 1
@@ -76,12 +76,12 @@ class DeadlockWatch(threads.RankThread):
             store_set(f"waits/{self._rank}", text)
         waits = [[rank, note["wait"]] for rank, note in zip(ranks, chain, strict=True)]
         if comes_back and [note["owes"] for note in chain] == waits[-1:] + waits[:-1] and self._awaited() is now:
-            cut(self._context, f"{DEADLOCK}: " + "; ".join(note["said"] for note in chain))
+            cut(self._place, f"{DEADLOCK}: " + "; ".join(note["said"] for note in chain))
         return text
 
     def _is_owed(self, purpose: str, ranks: list[int], member: int, sends: bool, tag: int, number: int) -> bool:
         """Whether this rank has not done its part of a message that another one waits for."""
-        transport = self._context.made.get((purpose, tuple(ranks)))
+        transport = self._place.made.get((purpose, tuple(ranks)))
         return transport is None or transport.counts[not sends, member, tag] < number
 
     def _program(self) -> str:
