@@ -117,7 +117,7 @@ def nccl() -> Iterator[Communicators]:
     def new_group(axes: str, ranks: tuple[int, ...], *more: Any) -> Any:
         group = make_group(axes, ranks, *more)
         if axes == "pp" and group.size > 1:
-            group.transport = Nccl(group.transport.process_group, group.transport.ranks, group.transport.index)
+            group.connections = Nccl(group.transport.process_group, group.transport.ranks, group.transport.index)
         return group
 
     def batch(ops: list[dist.P2POp]) -> list[Posted]:
