@@ -1,5 +1,5 @@
 """Sequences cut over cp, models cut over tp and ep, in the loops of Lightning and Fabric: gradients by name, in fp64,
-those of transformers on one device; resumed under another layout; and refusals.
+those of transformers on one device; and refusals. Runs that go on under another layout: test_goes_on.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 import isograd as ig
@@ -51,8 +50,6 @@ def by_fabric(layout: str, accumulation: int, kind: str = "llama") -> dict[str, 
 class Net(lightning.LightningModule):
     """A model of transformers in a module, as Lightning's documentation has it."""
 
-    makes: Any = torch.optim.SGD
-
     def __init__(self, kind: str = "llama", manual: int = 0) -> None:
         """manual: micro-batches of a step in manual optimization."""
         super().__init__()
@@ -78,7 +75,7 @@ class Net(lightning.LightningModule):
         self.seen |= {name.removeprefix("model."): gradient.clone() for name, gradient in grads}
 
     def configure_optimizers(self) -> Any:
-        return self.makes(self.parameters(), lr=RATE)
+        return torch.optim.SGD(self.parameters(), lr=RATE)
 
 
 def trainer(layout: str, folder: str, accumulation: int, **given: Any) -> Any:
@@ -148,84 +145,6 @@ def test_a_fit_of_lightning_has_the_gradients_of_one_device(
 ) -> None:
     for found in worlds(ranks).run(by_lightning, layout, accumulation, str(tmp_path), manual, kind):
         same(found, rows_of(layout, accumulation), kind)
-
-
-def batch_of(step: int) -> dict[str, Tensor]:
-    return torch.utils.data.default_collate([Rows(3)[step], Rows(3)[2]])
-
-
-def two_steps(layouts: list[str], folder: str, fabric: bool) -> dict[str, Any]:
-    """A step under the first layout, a file, and a step under the second; the weights, and what was evaluated."""
-    seen: dict[str, Any] = {}
-    for step, layout in enumerate(layouts):
-        with as_lightning_finds_it() as (_, ranks):
-            file, net = f"{folder}/{step}.ckpt", Net()
-            net.makes = torch.optim.AdamW
-            if fabric:
-                strategy = ig.integrations.FabricStrategy(layout)
-                runs = fabrics.Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
-                runs.launch()
-                model, optimizer = runs.setup(net.model, net.configure_optimizers())
-                if step:
-                    runs.load(f"{folder}/0.ckpt", {"model": model, "optimizer": optimizer})
-                with ForceFP64():
-                    runs.backward(model(**batch_of(step)).loss)
-                    optimizer.step()
-                    with torch.no_grad():
-                        output = model(**batch_of(0))
-                        seen |= {"evaluated": output.loss, "logits": output.logits}
-                runs.save(file, {"model": model, "optimizer": optimizer})
-                whole = runs.strategy.get_module_state_dict(model.module)
-            else:
-                runs = trainer(layout, folder, 1, max_steps=step + 1)
-                loader = DataLoader([batch_of(step), batch_of(0)], batch_size=None)
-                held_out = DataLoader([batch_of(0)], batch_size=None)
-                with ForceFP64():
-                    runs.fit(net, loader, held_out, ckpt_path=f"{folder}/0.ckpt" if step else None)
-                runs.save_checkpoint(file)
-                seen |= net.seen
-                whole = runs.strategy.lightning_module_state_dict()
-            seen["whole"] = {name: value.clone() for name, value in whole.items()}
-    return seen
-
-
-def trained_by_one_device() -> tuple[dict[str, Tensor], Any]:
-    whole = model()
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=RATE)
-    with ForceFP64():
-        for step in range(2):
-            whole(**batch_of(step)).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            return whole.state_dict(), whole(**batch_of(0))
-
-
-CUT = [["cp2 ring zero1", "tp2 sp zero3"], ["tp2 zero2", "cp2 ulysses"]]
-STAGED = [["pp2 1f1b", "pp2 zb zero1"], ["tp2 zero1", "pp2 1f1b"], ["pp2 1f1b zero3", "cp2 ring"]]
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize(
-    ("fabric", "layouts"), [(True, both) for both in CUT] + [(False, both) for both in [*CUT, *STAGED]]
-)
-def test_a_run_that_goes_on_under_another_layout_ends_as_that_of_one_device(
-    worlds, tmp_path: Path, layouts: list[str], fabric: bool
-) -> None:
-    expected, output = trained_by_one_device()
-    prefix = "" if fabric else "model."
-    for found in worlds(2).run(two_steps, layouts, str(tmp_path), fabric):
-        for name, value in expected.items():
-            assert torch.allclose(found["whole"][prefix + name], value, rtol=1e-9, atol=1e-11), name
-        assert float(found["evaluated"]) == pytest.approx(float(output.loss), rel=1e-9)
-        if found["logits"] is None:  # of a pipeline the last stage alone has them
-            continue
-        tokens = batch_of(0)["attention_mask"].bool()
-        assert torch.allclose(found["logits"][tokens], output.logits[tokens], rtol=1e-9, atol=1e-9)
-    for number in range(2):  # the library's own file has whole parameters, for a model on one device
-        file = torch.load(tmp_path / f"{number}.ckpt", weights_only=False)
-        shapes = {name: value.shape for name, value in file["model" if fabric else "state_dict"].items()}
-        assert shapes == {prefix + name: value.shape for name, value in expected.items()}
 
 
 def refused() -> dict[str, Any]:

@@ -53,6 +53,14 @@ class Prepared(DataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
+class NotLoaded(nn.Module):
+    """In the place of a model that accelerate is not to load: takes nothing of a file."""
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        """No name is missing, and none is unexpected."""
+        return [], []
+
+
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Takes the place of accelerate's, with its arguments. docs/integrations/accelerate.md."""
 
@@ -226,12 +234,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             require_state(Path(folder, "isograd"), Path(folder).name, fix, self._mesh)
 
     @contextmanager
-    def _without_engines(self) -> Iterator[None]:
-        """Around accelerate's saving and loading: models are whole, and it does not see the optimizers of engines, nor
-        models of which a rank has a part."""
+    def _without_engines(self, loads: bool = False) -> Iterator[None]:
+        """Around accelerate's saving and loading: models are whole, and it does not see the optimizers of engines. Nor
+        does it load the models of engines, whose states have them; the others keep their places among the files."""
         optimizers = [o for o in self._optimizers if not isinstance(getattr(o, "optimizer", o), EngineOptimizer)]
-        cut = [one.module for one in self._trained] if cuts_model(self._mesh) else []
-        models = [model for model in self._models if not any(model is one for one in cut)]
+        own = [one.module for one in self._trained if one.engine is not None] if loads else []
+        models = [NotLoaded() if any(model is one for one in own) else model for model in self._models]
+        while models and isinstance(models[-1], NotLoaded):
+            models.pop()
         with set_attributes(self, _optimizers=optimizers, _models=models), self._full_parameters():
             yield
 
@@ -302,7 +312,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         """accelerate's, and the engines' state; what an optimizer has spoiled is well again."""
-        with self._without_engines():
+        with self._without_engines(loads=True):
             result = super().load_state(*args, **kwargs)
         for engine, place in self._engines():
             load_state(engine, place)

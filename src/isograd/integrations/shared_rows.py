@@ -252,7 +252,9 @@ def whole_state(state: Mapping[str, Any], model: nn.Module, mesh: Mesh) -> dict[
     """A state dict of this rank's parts with whole parameters, on every rank; copies, where ZeRO 3 will drop them."""
     parts = dict(model.named_parameters(remove_duplicate=False)) if cuts_model(mesh) else {}
     contracts = {name: contract for name, p in parts.items() if (contract := contract_of(p)) is not None}
-    whole = {n: assemble(v.detach(), contracts[n], mesh) if n in contracts else v for n, v in state.items()}
+    whole = {
+        n: assemble(v.detach(), contracts[n], mesh).contiguous() if n in contracts else v for n, v in state.items()
+    }
     if mesh.size("pp") > 1:
         return _of_all_stages(whole, mesh)
     moves = mesh.layout.zero == 3
