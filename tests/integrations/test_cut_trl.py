@@ -22,10 +22,12 @@ import isograd as ig
 from isograd.hf.force_fp64 import ForceFP64
 
 from . import test_cut_sequences as cut
+from . import test_goes_on as goes_on
 from .worlds import as_torchrun_starts_it
 
 pytest.importorskip("trl")
 PROMPT, PAIRS, BETA = 3, 2, 0.3
+MICROS = {"SFT": goes_on.WHOLE, "DPO": goes_on.WHOLE // PAIRS, "Reward": goes_on.WHOLE // PAIRS}  # of a step
 
 
 class ForceFP64InBackward(TorchDispatchMode):
@@ -82,38 +84,60 @@ def reference(family: str) -> Any:
     return model
 
 
-@lru_cache
-def one_device(kind: str, steps: int, family: str) -> dict[str, Tensor]:
-    """Row by row, without padding: the mean over all tokens of answers, or -log sigmoid of each pair's margin."""
-    model, before = policy(kind, family), reference(family)
+def of_rows(kind: str, given: Any, model: Any, before: Any) -> tuple[Tensor, int]:
+    """Row by row, without padding: the sum over all tokens of answers, or of -log sigmoid of each pair's margin; and
+    their number."""
 
     def log_probs(model: Any, prompt: list[int], said: list[int]) -> Tensor:
         logits = model(torch.tensor([prompt + said]), use_cache=False).logits[0, PROMPT - 1 : -1]
         return logits.log_softmax(-1).gather(-1, torch.tensor(said)[:, None]).sum()
 
     total, count = torch.zeros((), dtype=torch.float64), 0
-    with ForceFP64():
-        for row in rows(kind, steps):
-            if kind == "SFT":
-                said = row["input_ids"][PROMPT:]
-                total, count = total - log_probs(model, row["input_ids"][:PROMPT], said), count + len(said)
-                continue
-            if kind == "Reward":
-                scores = [model(torch.tensor([row[name]])).logits[0, 0] for name in ("chosen_ids", "rejected_ids")]
-                total, count = total - F.logsigmoid(scores[0] - scores[1]), count + 1
-                continue
-            ratios = []
-            for name in ("chosen_ids", "rejected_ids"):
-                with torch.no_grad():
-                    apart = log_probs(before, row["prompt_ids"], row[name])
-                ratios.append(log_probs(model, row["prompt_ids"], row[name]) - apart)
-            total, count = total - F.logsigmoid(BETA * (ratios[0] - ratios[1])), count + 1
-        (total / count).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()} | {"loss": (total / count).detach()}
+    for row in given:
+        if kind == "SFT":
+            said = row["input_ids"][PROMPT:]
+            total, count = total - log_probs(model, row["input_ids"][:PROMPT], said), count + len(said)
+            continue
+        if kind == "Reward":
+            scores = [model(torch.tensor([row[name]])).logits[0, 0] for name in ("chosen_ids", "rejected_ids")]
+            total, count = total - F.logsigmoid(scores[0] - scores[1]), count + 1
+            continue
+        ratios = []
+        for name in ("chosen_ids", "rejected_ids"):
+            with torch.no_grad():
+                apart = log_probs(before, row["prompt_ids"], row[name])
+            ratios.append(log_probs(model, row["prompt_ids"], row[name]) - apart)
+        total, count = total - F.logsigmoid(BETA * (ratios[0] - ratios[1])), count + 1
+    return total, count
 
 
-def trained(kind: str, layout: str, accumulation: int, family: str, saved: str = "") -> dict[str, Any]:
-    """One step of TRL's own loop: gradients by name, as a callback sees them, and the loss that it logs."""
+@lru_cache
+def steps_of_one_device(kind: str, micros: int, family: str, steps: int) -> list[dict[str, Tensor]]:
+    """Gradients and loss of each step, of the mean over the rows of so many micro-batches."""
+    model, before, found = policy(kind, family), reference(family), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=goes_on.RATE, weight_decay=0.0)
+    given = list(rows(kind, micros * steps))
+    size = len(given) // steps
+    for step in range(steps):
+        with ForceFP64():
+            total, count = of_rows(kind, given[step * size : (step + 1) * size], model, before)
+            (total / count).backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found.append(grads | {"loss": (total / count).detach()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def one_device(kind: str, micros: int, family: str) -> dict[str, Tensor]:
+    return steps_of_one_device(kind, micros, family, 1)[0]
+
+
+def trained(
+    kind: str, layout: str, accumulation: int, family: str, saved: str = "", step: int | None = None
+) -> dict[str, Any]:
+    """One step of TRL's own loop: gradients by name, as a callback sees them, and the loss that it logs. step: of a run
+    in the folder `saved`, which goes on under this layout."""
     import trl
     from transformers import TrainerCallback
 
@@ -128,6 +152,11 @@ def trained(kind: str, layout: str, accumulation: int, family: str, saved: str =
         options |= {"save_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False}
         options |= {"beta": BETA} if kind == "DPO" else {}
         options |= {"router_aux_loss_coef": 0.0} if family == "qwen3_moe" and kind != "Reward" else {}
+        if step is not None:
+            micro = goes_on.micro_size(layout, accumulation)
+            options |= {"output_dir": saved, "max_steps": step + 1, "save_strategy": "steps", "save_steps": 1}
+            options |= {"learning_rate": goes_on.RATE, "lr_scheduler_type": "constant", "weight_decay": 0.0}
+            options |= {"per_device_train_batch_size": micro, "train_sampling_strategy": "sequential"}
         seen: dict[str, Any] = {}
 
         class Looks(TrainerCallback):  # type: ignore[misc]
@@ -138,15 +167,16 @@ def trained(kind: str, layout: str, accumulation: int, family: str, saved: str =
         more = {"ref_model": copy.deepcopy(reference(family))} if kind == "DPO" else {}
         data = rows_of(layout)
         found = made(
-            given, args=getattr(trl, f"{kind}Config")(folder, **options), train_dataset=rows(kind, data * accumulation),
+            given, args=getattr(trl, f"{kind}Config")(**({"output_dir": folder} | options)),
+            train_dataset=rows(kind, data * accumulation if step is None else MICROS[kind] * (step + 2)),
             eval_dataset=rows(kind, data), processing_class=tokenizer(), callbacks=[Looks()], **more,
         )  # fmt: skip
         with ForceFP64(), ForceFP64InBackward():
-            found.train()
-            evaluated = found.evaluate()["eval_loss"]
-        if saved:
+            found.train(resume_from_checkpoint=f"{saved}/checkpoint-{step}" if step else None)
+            evaluated = found.evaluate()["eval_loss"] if step is None else None
+        if saved and step is None:
             found.save_model(saved)
-        logged = found.state.log_history[0]
+        logged = [row for row in found.state.log_history if "loss" in row][step or 0]
         return seen | {"loss": torch.tensor(logged["loss"]), "logged": logged, "evaluated": evaluated}
 
 
@@ -168,8 +198,8 @@ def tokenizer() -> Any:
     return tokenizer()
 
 
-def same(found: dict[str, Any], kind: str, steps: int, family: str) -> None:
-    for name, true in one_device(kind, steps, family).items():
+def same(found: dict[str, Any], truth: dict[str, Tensor]) -> None:
+    for name, true in truth.items():
         error = (found[name].double() - true).abs().max() / true.abs().max()
         assert float(error) < (1e-4 if name == "loss" else 1e-9), (name, float(error))  # the Trainer logs fp32
 
@@ -232,7 +262,7 @@ def compare(every: list[dict[str, Any]], kind: str, layout: str, accumulation: i
     """What all ranks have found, with one device."""
     whole = {name: value for found in every for name, value in found.items()}  # under pp each has those of its stage
     for found in every:
-        same(whole | found, kind, rows_of(layout) * accumulation, family)
+        same(whole | found, one_device(kind, rows_of(layout) * accumulation, family))
         assert found["logged"]["num_tokens"] == tokens_of(kind, rows_of(layout) * accumulation)
         for name in (
             ("mean_reward", "margin") if kind == "Reward" else ("entropy", "mean_token_accuracy")
@@ -241,3 +271,27 @@ def compare(every: list[dict[str, Any]], kind: str, layout: str, accumulation: i
         if "pp2" in layout or rows_of(layout) == 1:  # else the Trainer takes the mean of the ranks' means
             true = float(one_device(kind, rows_of(layout), family)["loss"])
             assert found["evaluated"] == pytest.approx(true, rel=1e-6)
+
+
+LLAMA = [
+    ("dp2 zero2", 3), ("cp2 ulysses zero1", 1), ("tp2 sp zero3", 3), ("pp2 1f1b", 3), ("cp2 ring", 3), ("tp2", 1),
+    ("pp2 zb zero1", 1), ("dp2 zero3", 1),
+]  # fmt: skip
+SCORES = [(layout.replace(" sp", ""), micros) for layout, micros in LLAMA if "cp2" not in layout]  # has neither
+
+
+def a_step(step: int, layout: str, micros: int, kind: str, family: str, folder: str) -> dict[str, Any]:
+    return trained(kind, layout, micros, family, folder, step)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
+def test_a_run_of_trl_goes_on_under_other_layouts(worlds, tmp_path: Path, kind: str, family: str) -> None:
+    chain = goes_on.EXPERTS if family == "qwen3_moe" else SCORES if kind == "Reward" else LLAMA
+    truth = steps_of_one_device(kind, MICROS[kind], family, len(chain))
+    every = worlds(2).run(goes_on.run, a_step, chain, kind, family, str(tmp_path))
+    for ranks, true in zip(zip(*every, strict=True), truth, strict=True):
+        whole = {name: value for found in ranks for name, value in found.items()}
+        for found in ranks:
+            same(whole | found, true)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.medium
 RATE, WHOLE = 1e-2, 6  # WHOLE: rows of a step, over all ranks and micro-batches
 # The layouts of a run, and the micro-batches of their steps.
 AXES = [
-    ("dp2 zero2", 3), ("cp2 ulysses zero1", 1), ("tp2 sp zero3", 3), ("cp2 ring zero3", 3), ("tp2 zero1", 1),
+    ("dp2 zero2", 3), ("cp2 ulysses zero1", 1), ("tp2 sp zero3", 3), ("cp2 ring zero3", 3), ("tp2", 1),
     ("dp2 zero3", 1),
 ]  # fmt: skip
 EXPERTS = [("dp2 ep2 zero1", 1), ("tp2 zero2", 3), ("dp2 zero1", 1), ("dp2 ep2 zero3", 3)]
