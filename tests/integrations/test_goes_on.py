@@ -125,8 +125,11 @@ def by_accelerate(step: int, layout: str, micros: int, kind: str, folder: str) -
         optimizer = torch.optim.AdamW(whole.parameters(), lr=RATE, weight_decay=0.0)
         loader = DataLoader(rows_of_step(step), batch_size=micro_size(layout, micros))
         prepared, optimizer, loader = accelerator.prepare(whole, optimizer, loader)
+        teacher = torch.nn.Linear(2, 2).requires_grad_(False)  # a second model, which no engine trains
+        accelerator.prepare(teacher.apply(lambda layer: layer.weight.fill_(step)))
         if step:
             accelerator.load_state(f"{folder}/{step - 1}")
+        assert not teacher.weight.any()  # as it was in the first step
         with ForceFP64():
             for batch in loader:
                 with accelerator.accumulate(prepared):
