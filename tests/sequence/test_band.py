@@ -1,15 +1,20 @@
-"""Windows and capped scores: attention by blocks of queries, and around a ring, is the definition; so are gradients."""
+"""Windows and capped scores: attention by blocks of queries, by FlexAttention, and around a ring, is the definition; so
+are gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from isograd.core.mesh import Mesh
-from isograd.sequence import attend, band, document_starts, naive, token_layout_for
+from isograd.sequence import attend, band, block, document_starts, naive, token_layout_for, whole
 from isograd.sequence.band import pieces
 from isograd.sequence.token_layout import block_masks, lay_out_tokens, positions_of, visible_keys
 
@@ -58,6 +63,62 @@ def test_attention_by_blocks_of_queries_is_the_definition(window, softcap, packe
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
 
 
+@contextmanager
+def flex_on_cpus(**compiler: Any) -> Iterator[None]:
+    """What cards compute by FlexAttention is computed by its own operators, which take fp64. (torch has them a backward
+    on CPUs, and refuses it there, as its kernel for CPUs has none.)"""
+    from torch.nn.attention import flex_attention as torchs
+
+    made = torchs.flex_attention, torchs.create_block_mask
+    made = tuple(torch.compile(f, **compiler) for f in made) if compiler else made  # type: ignore[assignment]
+    with (
+        patch.object(torchs, "_validate_device", lambda *_: None), patch.object(block, "_compiled", lambda: made),
+        patch.object(block, "flex_takes", lambda _: True), patch.object(block, "_fits_kernel", lambda *_: False),
+        patch.object(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", not compiler),
+    ):  # fmt: skip
+        yield
+
+
+@pytest.mark.parametrize(("window", "packed"), [(None, False), (5, False), (None, True), (5, True)])
+def test_flex_attention_with_a_cap_is_the_definition_and_is_compiled_without_a_break(window, packed: bool) -> None:
+    """The compiler's own kernels are left out: its graphs run by operators."""
+    *qkv, seed = inputs(17)
+    groups = documents(17) if packed else None
+    starts = None if groups is None else document_starts(groups)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return whole.attention(q, k, v, scale=0.3, window=window, softcap=2.0, starts=starts).transpose(1, 2)
+
+    with flex_on_cpus(backend="aot_eager", fullgraph=True):
+        found = gradients(flex, *qkv, seed)
+    expected = gradients(lambda q, k, v: naive.attention(q, k, v, groups, 0.3, window, 2.0), *qkv, seed)
+    for mine, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, true, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("kind", ["all", "causal", "mask", "a mask for both"])
+def test_a_block_of_flex_attention_is_that_of_our_own_lines(kind: str, softcap: float | None) -> None:
+    """Its summands of gradients too, by the log-sum-exp over further keys; and some queries see none of its keys."""
+    q, k, v, seed = (t.transpose(1, 2) for t in inputs(11))
+    rows = 1 if kind == "a mask for both" else 2
+    mask = torch.rand(rows, 11, 11, generator=torch.Generator().manual_seed(1)) < 0.4 if "mask" in kind else None
+    if mask is not None:
+        mask[0, 3:6] = False
+    given = 0.3, kind == "causal", mask, softcap
+    others = block.forward(q, k + 1, v + 1, 0.3, False)
+    with flex_on_cpus():
+        found = block.forward(q, k, v, *given)
+    own = block.forward(q, k, v, *given)
+    block.fold(*others, *own)
+    with flex_on_cpus():
+        found += tuple(block.backward(seed, q, k, v, *others, *given))
+    own += tuple(block.backward(seed, q, k, v, *others, *given))
+    for mine, true in zip(found, own, strict=True):
+        torch.testing.assert_close(mine, true, rtol=0, atol=1e-12)
+
+
 def test_blocks_outside_the_band_are_not_computed() -> None:
     for start in range(0, 4096, 128):
         read = sum(piece.last - piece.first for piece in pieces(start, start + 128, 256))
@@ -80,25 +141,26 @@ def test_a_ring_sends_no_keys_that_no_query_sees_through_the_window(ring: int, l
         assert (visible_keys(*blocks, window) > 0) == bool(seen.any())
 
 
-def on_ranks(layout: str, length: int) -> list[str]:
+def on_ranks(layout: str, length: int, cases: list[Any] = CASES, flex: bool = False) -> list[str]:
     """What is wrong on this rank, for all windows."""
     mesh = Mesh(layout)
     places, rank = token_layout_for(length, 2, mesh), mesh.index("cp")
     *qkv, seed = inputs(length)
     wrong = []
-    for window, softcap, packed in CASES:
+    for window, softcap, packed in cases:
         groups = documents(length) if packed else None
         starts = None if groups is None else document_starts(places.pad(groups, -1))
         expected = gradients(lambda q, k, v: naive.attention(q, k, v, groups, None, window, softcap), *qkv, seed)
 
-        def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def uncut(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             return band.attention(q, k, v, window=window, softcap=softcap, starts=starts, size=4).transpose(1, 2)
 
         def cut(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(whole, q, k, v, mesh, places, starts, None, window, softcap)
+            return attend(uncut, q, k, v, mesh, places, starts, None, window, softcap)
 
-        found = gradients(cut, *(places.shard(t, rank) for t in (*qkv, seed)))
+        with flex_on_cpus() if flex else nullcontext():
+            found = gradients(cut, *(places.shard(t, rank) for t in (*qkv, seed)))
         for name, mine, whole_one in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
             real = places.shard(torch.ones(2, length, 1, 1, dtype=torch.bool), rank)  # not padding
             error = float(((mine - places.shard(whole_one, rank)) * real).abs().max())
@@ -111,6 +173,12 @@ def on_ranks(layout: str, length: int) -> list[str]:
 def test_windows_and_caps_across_ranks_are_the_definition(worlds, layout: str) -> None:
     for length in (16, 13):
         assert worlds(2).run(on_ranks, layout, length) == [[], []]
+
+
+def test_a_ring_of_flex_attention_is_the_definition(worlds) -> None:
+    """Also where no query of a block sees any of its keys: nobody waits to know that, and it is computed."""
+    cases = [(None, 2.0, False), (4, None, True), (3, 2.0, True)]
+    assert worlds(2).run(on_ranks, "cp2 ring", 13, cases, True) == [[], []]
 
 
 @pytest.mark.medium

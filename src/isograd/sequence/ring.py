@@ -25,6 +25,7 @@ those of a window are not sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,11 +70,8 @@ class _Ring(torch.autograd.Function):
         k, v = (t.permute(2, 0, 1, 3).contiguous() for t in (k, v))  # [n, b, kv_heads, d]: leading keys are one piece
         out = log_sum = None
         for step, (keys, values) in enumerate(trip.iter_kv(k, v)):
-            for sight in trip.block_masks(step):
+            for sight, mask in trip.seen(step, q):
                 rows = slice(sight.start, sight.stop)
-                mask = trip.mask(step, sight, q.device)
-                if mask is not None and not mask.any():
-                    continue
                 part = block.forward(
                     q[:, :, rows], _heads(keys, sight), _heads(values, sight), scale, sight.causal, mask, softcap
                 )
@@ -97,11 +95,8 @@ class _Ring(torch.autograd.Function):
         homing = _GradReturn(trip, dk, dv)
         for step, (keys, values) in enumerate(trip.iter_kv(k, v)):
             here = (dk, dv) if step == 0 else homing.parcel(step)
-            for sight in trip.block_masks(step):
+            for sight, mask in trip.seen(step, q):
                 rows = slice(sight.start, sight.stop)
-                mask = trip.mask(step, sight, q.device)
-                if mask is not None and not mask.any():
-                    continue
                 to_q, to_k, to_v = block.backward(
                     gradient[:, :, rows], q[:, :, rows], _heads(keys, sight), _heads(values, sight),
                     out[:, :, rows], log_sum[:, :, rows], ctx.scale, sight.causal, mask, ctx.softcap,
@@ -156,6 +151,14 @@ class _RingSchedule:
             same = self.starts[me][:, sight.start : sight.stop, None] == self.starts[other][:, None, : sight.keys]
             seen = same if seen is None else seen & same
         return seen.tril() if seen is not None and sight.causal else seen
+
+    def seen(self, step: int, q: Tensor) -> Iterator[tuple[BlockMask, Tensor | None]]:
+        """(sight, mask) of every block in which some query sees some key. FlexAttention leaves out the others itself,
+        and the host need not wait for their masks."""
+        for sight in self.block_masks(step):
+            mask = self.mask(step, sight, q.device)
+            if mask is None or block.flex_takes(q) or mask.any():
+                yield sight, mask
 
     def iter_kv(self, k: Tensor, v: Tensor) -> Any:
         """Keys and values [n, b, kv_heads, d] of each step; the next ones travel while the caller computes."""

@@ -1,7 +1,7 @@
 """Causal attention of whole sequences, by the kernel of torch's that fits: with documents, a window, a cap on scores.
 
     what                          on a card, in bf16 or fp16      elsewhere
-    a cap                         blocks of queries (band.py)     the same
+    a cap                         FlexAttention                   blocks of queries (band.py)
     a window                      varlen_attn                     blocks of queries
     documents                     varlen_attn                     scaled_dot_product_attention with a mask
     none of them                  scaled_dot_product_attention    the same
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isograd.sequence import band
+from isograd.sequence import band, block
 from isograd.sequence.block import flash_takes
 
 
@@ -38,6 +38,8 @@ def attention(
     window = None if window is None or window >= q.shape[2] else window
     if softcap is None and (window is not None or starts is not None) and flash_takes(q):
         return _packed(q, k, v, scale, window, starts, bounds)
+    if softcap is not None and block.flex_takes(q):
+        return _capped(q, k, v, scale, window, softcap, starts)
     if softcap is not None or window is not None:
         return band.attention(q, k, v, scale=scale, window=window, softcap=softcap, starts=starts)
     seen = None if starts is None else same_document(starts)
@@ -80,3 +82,16 @@ def _packed(
     assert isinstance(y, Tensor)
     whole: Tensor = y.unflatten(0, (batch, length)).transpose(1, 2)
     return whole
+
+
+def _capped(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, softcap: float, starts: Tensor | None
+) -> Tensor:
+    first = torch.zeros_like(q[:, 0, :, 0], dtype=torch.long) if starts is None else starts  # key of each query
+    if window is not None:
+        first = first.maximum(torch.arange(1 - window, q.shape[2] + 1 - window, device=q.device))
+
+    def seen(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= first[b, query])
+
+    return block.flex(q, k, v, scale or q.shape[-1] ** -0.5, seen, softcap)[0]
