@@ -1,4 +1,5 @@
-"""Stand-ins for torch's flash kernels, composed of operators: their signatures, dtypes, layouts and refusals.
+"""Stand-ins for torch's flash kernels, composed of operators: their signatures, dtypes, layouts and refusals. And for
+what torch.compile makes: its graphs, traced as on cards, run operator by operator.
 
 Scores are fp32 and results are rounded to the inputs' dtype, as the kernels do. Causal masks and windows are aligned at
 the last query and the last key of each sequence, as flash attention does from its version 2.1 on.
@@ -31,6 +32,22 @@ def register() -> None:
     }.items():
         _library.impl(name, function, "CUDA")
     layers.register(_library)
+    torch._TorchCompileInductorWrapper.__call__ = _compiled  # type: ignore[method-assign, assignment]
+    watching = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")  # device.cpp's, whom operators alone concern
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(watching)
+    for operator in torch._ops._higher_order_ops.values():
+        operator.fallthrough(watching)
+
+
+def _compiled(_: Any, graph: Any, inputs: Any, **__: Any) -> Any:
+    """In place of inductor's kernels, of which FlexAttention's has no small heads."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.higher_order.flex_attention:
+            assert node.args[0].meta["example_value"].shape[-1] >= 16, "NYI: embedding dimension: at least 16"
+            used["flex"] += 1
+    return aot_eager(graph, inputs)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:

@@ -124,7 +124,7 @@ def _compiled() -> tuple[Any, Any]:
 
 def flex(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Any, softcap: float | None) -> tuple[Tensor, Tensor]:
     """(out in q's dtype, log_sum) by torch's FlexAttention, differentiable. seen(batch, head, query, key): whether the
-    query attends to the key; None: to all. What it and the cap depend on are tensors: the kernel takes no numbers."""
+    query attends to the key; None: to all. It and the cap depend on tensors: a kernel is compiled for a number."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     attention, blocks_seen = _compiled()
