@@ -4,4 +4,5 @@ from .world import COSTS as COSTS
 from .world import FAULTS as FAULTS
 from .world import Finding as Finding
 from .world import Result as Result
+from .world import right as right
 from .world import run as run

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.nn.test_grouped_products import error
 
-from . import run
+from . import right, run
 
 LENGTH, HEADS, KEY_HEADS = 24, 4, 2  # a length without padding, whose rows are nobody's
 LIMIT = 6 * 2.0**-9  # of bf16's roundings, at most six lie behind each other: of blocks, their sums, the result
@@ -83,9 +83,6 @@ def test_attention_on_cards_is_its_definition(
     """FlexAttention is for heads of 16 and more; smaller ones take blocks of scores."""
     ranks = 3 if "3" in layout else 2 if "2" in layout else 1
     dim = 16 if kernel == "flex" else 8
-    for result in run(on_cards, ranks, layout, window, packed, softcap, dim, join=False):
-        assert not result.error, result.error
-        assert not result.faults, "\n".join(map(str, result.faults))
-        errors, used = result.value
+    for errors, used in right(run(on_cards, ranks, layout, window, packed, softcap, dim, join=False)):
         assert max(errors) < LIMIT, errors
         assert kernel in used if kernel else not used

@@ -8,7 +8,7 @@ import pytest
 
 from tests.parity import cases
 
-from . import run
+from . import right, run
 
 
 def copied(layout: str) -> tuple[int, dict[int, int], dict[int, bool]]:
@@ -42,11 +42,7 @@ def copied(layout: str) -> tuple[int, dict[int, int], dict[int, bool]]:
 
 @pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero3"])
 def test_a_partner_holds_what_its_owner_holds(layout: str) -> None:
-    results = run(copied, 2, layout, join=False, seconds=20, limit=60)
-    for result in results:
-        assert not result.error, result.error
-        assert not result.faults, [str(fault) for fault in result.faults]
-    (sent, mine, whole), (_, theirs, _) = (result.value for result in results)
+    (sent, mine, whole), (_, theirs, _) = right(run(copied, 2, layout, join=False, seconds=20, limit=60))
     assert sent
     assert mine == theirs
     assert mine.keys() == {0, 1}

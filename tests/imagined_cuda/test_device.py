@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import device, run
+from . import device, right, run
 
 
 def value_of(program: Any, *args: Any, **options: Any) -> Any:
-    (result,) = run(program, 1, *args, **options)
-    assert not result.error, result.error
-    return result.value
+    return right(run(program, 1, *args, **options))[0]
 
 
 def backward_streams() -> list[bool]:
@@ -128,8 +126,7 @@ def with_torchs(peer: str) -> torch.Tensor:
 def test_torchs_own_engines_have_no_fault(peer: str) -> None:
     """Their side streams, events and freed parameters are right, and so nothing may be found in them."""
     alone = value_of(with_torchs, "")
-    for result in run(with_torchs, 2, peer):
-        assert not result.error, result.error
-        assert not result.faults, [str(finding) for finding in result.faults]
+    results = run(with_torchs, 2, peer)
+    for result, found in zip(results, right(results), strict=True):
         assert len({call[0] for call in result.calls}) == 1
-        torch.testing.assert_close(result.value, alone)
+        torch.testing.assert_close(found, alone)

@@ -7,7 +7,7 @@ import torch
 
 from tests.nn.test_grouped_products import ENDS, Compared, compared, error
 
-from . import device, run
+from . import device, right, run
 
 LIMITS = {torch.float64: 1e-14, torch.bfloat16: 4 * 2.0**-9}  # at most four roundings lie behind each other
 
@@ -22,10 +22,8 @@ def on_a_card(ends: list[int], dtype: torch.dtype, hidden: int) -> tuple[Compare
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize(("dtype", "hidden"), [(torch.float64, 7), (torch.bfloat16, 7), (torch.bfloat16, 8)], ids=str)
 def test_experts_on_a_card_are_a_loop_over_experts(ends: list[int], dtype: torch.dtype, hidden: int) -> None:
-    (result,) = run(on_a_card, 1, ends, dtype, hidden)
-    assert not result.error, result.error
-    assert not result.faults
-    numbers, waits = result.value
+    (result,) = results = run(on_a_card, 1, ends, dtype, hidden)
+    ((numbers, waits),) = right(results)
     for name, (found, true) in numbers.items():
         assert error(found, true) < LIMITS[dtype], name
     kernel = dtype == torch.bfloat16 and hidden % 8 == 0

@@ -15,7 +15,7 @@ import torch
 
 from tests.parity import cases
 
-from . import device, run
+from . import device, right, run
 
 STEPS = 3  # the last one is looked at: the first makes connections and learns shapes
 MICRO_BATCHES = 2
@@ -55,9 +55,7 @@ def waits(layout: str, experts: bool = False, dtype: torch.dtype = torch.float32
 
 @pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sp", "cp2", "pp2"])
 def test_the_host_waits_once_a_step_and_not_in_forward_and_backward(layout: str) -> None:
-    for result in run(waits, 2, layout, join=False, seconds=20, limit=45):
-        assert not result.error, result.error
-        in_passes, in_step = result.value
+    for in_passes, in_step in right(run(waits, 2, layout, join=False, seconds=20, limit=45)):
         assert not in_passes
         assert list(in_step.values()) == [1], in_step
 
@@ -76,9 +74,7 @@ def test_the_host_waits_once_a_step_and_not_in_forward_and_backward(layout: str)
 def test_a_layer_of_experts_waits_only_for_what_its_exchange_must_know(
     layout: str, dtype: torch.dtype, a_layer: int
 ) -> None:
-    for result in run(waits, 2, layout, True, dtype, join=False, seconds=20, limit=45):
-        assert not result.error, result.error
-        in_passes, in_step = result.value
+    for in_passes, in_step in right(run(waits, 2, layout, True, dtype, join=False, seconds=20, limit=45)):
         of_layers = sum(count for place, count in in_passes.items() if "nn/" in place)
         assert of_layers == a_layer * LAYERS * MICRO_BATCHES, in_passes
         assert sum(in_passes.values()) - of_layers == 1, in_passes  # the weights of the step's terms

@@ -21,15 +21,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from . import run
+from . import right, run
 
 
 def values_of(program: Any, ranks: int = 1, *args: Any, **options: Any) -> list[Any]:
-    results = run(program, ranks, *args, **options)
-    assert not any(result.error for result in results), "\n".join(result.error for result in results)
-    faults = [str(finding) for result in results for finding in result.faults]
-    assert not faults, faults
-    return [result.value for result in results]
+    return right(run(program, ranks, *args, **options))
 
 
 # -- collectives of lists ----------------------------------------------------------------------------------------------

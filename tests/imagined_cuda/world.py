@@ -126,6 +126,14 @@ def run(
     return results
 
 
+def right(results: list[Result]) -> list[Any]:
+    """What all ranks return: none had an error, and nothing wrong was found."""
+    assert not any(result.error for result in results), "\n".join(result.error for result in results)
+    faults = sorted({str(finding) for result in results for finding in result.faults})
+    assert not faults, "\n".join(faults[:10])
+    return [result.value for result in results]
+
+
 def are_real() -> bool:
     """Whether this torch is one for CUDA. It is not imported."""
     found = importlib.util.find_spec("torch")
