@@ -5,16 +5,15 @@ The model, the data, the truth and the comparison are those of the parity grid (
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
-import torch
 
 from tests.parity import cases
 
-from . import Result, right, run
+from .on_cards import values
 
-ACCUMULATION = 2
 LAYOUTS = (
     "dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sp", "cp2", "dp2 tp2 zero1", "pp2", "pp4",
 )  # fmt: skip
@@ -23,61 +22,27 @@ LAYOUTS = (
 SLOW = ("cp2 ring", "pp2 gpipe", "pp2 zb", "pp2 vpp2", "tp2 cp2", "dp2 pp2 zero1", "dp2 tp2 zero3")
 
 
-def train(layout: str, stream: str, offload: bool = False, recompute: bool | str = False) -> cases.Trained:
-    """As the parity grid does, on this rank's card. On a stream of the user's: everything, the model included."""
-    from isograd import Engine, Mesh
-    from isograd.core.contract import assemble
-    from isograd.core.contract_table import contracts
-    from isograd.models import Transformer
-
-    with torch.cuda.stream(torch.cuda.Stream()) if stream == "own" else nullcontext():
-        mesh, config, done = Mesh(layout), cases.CONFIGS["deep" if "pp" in layout else "llama"], cases.Trained()
-        assert mesh.device.type == "cuda"
-        model = Transformer(config, mesh, dtype=torch.float64).to(mesh.device)
-        model.recompute = recompute
-        engine, table = (
-            Engine(model, mesh, cases.sgd, clip=cases.CLIP, bucket_mb=0.01, offload=offload),
-            (contracts(model, mesh)),
-        )
-        micro_batches = ACCUMULATION * mesh.size("dp")
-        for step in range(cases.STEPS):
-            first = mesh.index("dp") * ACCUMULATION
-            texts = [cases.micro_batch(config, step, first + j, micro_batches) for j in range(ACCUMULATION)]
-            micros = [{"tokens": t.to(mesh.device), "labels": labels.to(mesh.device)} for t, labels, _ in texts]
-            if mesh.size("pp") > 1:
-                engine.accumulate(micros)
-            else:
-                for micro in micros:
-                    loss, count = model(**micro)
-                    engine.backward(loss, weight=count)
-            done.gradients.append({name: g.cpu() for name, g in engine.grads().items()})
-            stats = engine.step()
-            done.losses.append(stats.loss)
-            done.norms.append(stats.grad_norm)
-        stepped = {p.device.type for group in engine.optimizer.param_groups for p in group["params"]}
-        assert stepped == {"cpu" if offload else "cuda"}
-        with torch.no_grad(), engine.full_parameters():
-            done.parameters = {r.name: assemble(r.parameter, r.contract, mesh).cpu() for r in table}
-        return done
-
-
-def results_of(layout: str, *options: object) -> list[Result]:
-    """isograd joins the world by itself, as under torchrun."""
+def trained(layout: str, stream: str, **how: Any) -> list[cases.Trained]:
+    """As the parity grid does, on each rank's card. On a stream of the user's: everything, the model included."""
     from isograd import Layout
 
-    return run(train, Layout.parse(layout).world_size, layout, *options, join=False, seconds=20, limit=45)
+    return values(Layout.parse(layout).world_size, stream, partial(cases.train, layout, model_of(layout), 2, **how))
+
+
+def model_of(layout: str) -> str:
+    return "deep" if "pp" in layout else "llama"
 
 
 @pytest.mark.parametrize("stream", ["default", "own"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_one_devices_and_nothing_races(layout: str, stream: str) -> None:
-    of_one_device(layout, results_of(layout, stream))
+    of_one_device(layout, trained(layout, stream))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SLOW)
 def test_the_rest_of_the_covering_set_does_not_race_on_a_stream_of_the_users(layout: str) -> None:
-    of_one_device(layout, results_of(layout, "own"))
+    of_one_device(layout, trained(layout, "own"))
 
 
 @pytest.mark.parametrize(
@@ -89,22 +54,22 @@ def test_the_rest_of_the_covering_set_does_not_race_on_a_stream_of_the_users(lay
     ],
 )
 def test_recomputed_blocks_give_the_gradients_of_one_device(layout: str, how: bool | str) -> None:
-    of_one_device(layout, results_of(layout, "default" if "zero" in layout else "own", False, how))
+    of_one_device(layout, trained(layout, "default" if "zero" in layout else "own", recompute=how))
 
 
 @pytest.mark.parametrize(("layout", "stream"), [("dp2", "default"), ("dp2 zero3", "own")])
 def test_inputs_of_blocks_that_are_kept_on_the_host_give_the_gradients_of_one_device(layout: str, stream: str) -> None:
-    of_one_device(layout, results_of(layout, stream, False, "offload"))
+    of_one_device(layout, trained(layout, stream, recompute="offload"))
 
 
 @pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero3"])
 def test_masters_that_are_offloaded_lie_and_step_in_the_hosts_memory(layout: str) -> None:
-    of_one_device(layout, results_of(layout, "default", True))
+    of_one_device(layout, trained(layout, "default", offload=True), "cpu")
 
 
-def of_one_device(layout: str, results: list[Result]) -> None:
-    """Nothing failed or raced, and gradients, losses, norms and parameters are those of one device."""
-    trained = right(results)
-    truth = cases.one_device("deep" if "pp" in layout else "llama", ACCUMULATION * (2 if "dp2" in layout else 1))
-    trained[0].parameters = {name: value for one in trained for name, value in one.parameters.items()}
-    assert not cases.differences(trained[0], truth)
+def of_one_device(layout: str, found: list[cases.Trained], masters: str = "cuda") -> None:
+    """Gradients, losses, norms and parameters are those of one device, and masters lie where they should."""
+    truth = cases.one_device(model_of(layout), 2 * (2 if "dp2" in layout else 1))
+    assert all(one.stepped == {masters} for one in found)
+    found[0].parameters = {name: value for one in found for name, value in one.parameters.items()}
+    assert not cases.differences(found[0], truth)

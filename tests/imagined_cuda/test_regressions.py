@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tests.parity import cases
 
-from . import communicator, device, run
+from . import communicator, device, right, run
 from .on_cards import values
-from .test_isograd import of_one_device, train
+from .test_isograd import of_one_device
 from .test_programs import names
 
 BEHIND = 100_000  # launches: no poll of a small program says that the device is done
@@ -49,8 +49,8 @@ def test_g1_early_receives_of_three_stages_stand_still_and_the_tree_s_do_not() -
     assert "'2 0-1' of ranks [0, 1]: not all of ranks [0, 1] came to make it" in stuck.text
     assert names(stuck, ("work = op(",), __file__)
     assert all("outside batch_isend_irecv" in f.text for r in results for f in r.of("unbatched pair"))
-    results = run(train, 4, "pp4", "default", seconds=20, limit=60)  # in a world without a device_id
-    of_one_device("pp4", results)
+    results = run(cases.train, 4, "pp4", "deep", 2, seconds=20, limit=60)  # in a world without a device_id
+    of_one_device("pp4", right(results))
     assert not [f for result in results for f in result.of("unbatched pair")]
 
 

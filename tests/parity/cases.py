@@ -97,7 +97,8 @@ class Trained:
     evaluated: list[tuple[float, float]] = field(default_factory=list)  # engine.evaluate's (loss, weight); pp only
     weights: list[float] = field(default_factory=list)
     replicas: dict[str, str] = field(default_factory=dict)  # hash of each local parameter, by name and box
-    settled: str = ""  # hash of everything above: for bitwise comparison between stages
+    stepped: set[str] = field(default_factory=set)  # on which devices the optimizer steps
+    settled: str = ""  # hash of gradients, parameters, losses, norms: for bitwise comparison between stages
 
 
 def micro_batch(
@@ -179,12 +180,13 @@ def train(
     text: Text = Text(),
     recompute: bool | str = False,
     steps: int = STEPS,
+    offload: bool = False,
 ) -> Trained:
-    """The same training on this rank of a world. Runs inside every rank."""
+    """The same training on this rank of a world. Runs inside every rank, on its device."""
     mesh, config = Mesh(layout), CONFIGS[model_name]
-    model = Transformer(config, mesh, dtype=dtype)
+    model = Transformer(config, mesh, dtype=dtype).to(mesh.device)
     model.recompute = recompute
-    engine = Engine(model, mesh, sgd, clip=CLIP, bucket_mb=0.01, reproducible=reproducible)
+    engine = Engine(model, mesh, sgd, clip=CLIP, bucket_mb=0.01, reproducible=reproducible, offload=offload)
     table, done = contracts(model, mesh), Trained()
     micro_batches = accumulation * mesh.size("dp")  # cp and pp ranks are given the same sequences
     for step in range(steps):
@@ -193,7 +195,8 @@ def train(
             index = mesh.index("dp") * accumulation + j
             tokens, labels, samples = micro_batch(config, step, index, micro_batches, text)
             about = {"key": dropout_key(step), "samples": samples, "documents": documents_of(labels, text)}
-            micros.append({"tokens": tokens, "labels": labels, **about})
+            given = {"tokens": tokens, "labels": labels, **about}
+            micros.append({n: t.to(mesh.device) if isinstance(t, Tensor) else t for n, t in given.items()})
         if mesh.size("pp") > 1:
             evaluation = engine.evaluate(micros)
             done.evaluated.append((evaluation.loss, evaluation.weight))
@@ -208,6 +211,7 @@ def train(
         done.losses.append(stats.loss)
         done.norms.append(stats.grad_norm)
         done.weights.append(stats.weight)
+    done.stepped = {p.device.type for group in engine.optimizer.param_groups for p in group["params"]}
     with torch.no_grad(), engine.full_parameters():
         done.parameters = {r.name: assemble(r.parameter, r.contract, mesh).clone() for r in table}
         done.replicas = {f"{r.name}{r.contract.local(mesh)}": _hash(r.parameter.detach()) for r in table}
@@ -222,7 +226,7 @@ def train(
 def _hash(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
     for t in tensors:
-        digest.update(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(t.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
