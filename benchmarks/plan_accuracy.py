@@ -42,7 +42,6 @@ MEGATRON_2022 = FrameworkProfile(
     hides_gradients=0.0,
     even_layers=True,
     chunks_logits=False,
-    fused_blocks=True,
     fp32_rows=True,  # DeepSpeed's step makes them of what was reduced in 16 bits
 )
 MEGATRON = FrameworkProfile(
@@ -54,7 +53,6 @@ MEGATRON = FrameworkProfile(
     chunks_logits=False,
     gradient_bytes=4,
     fused_sums=True,
-    fused_blocks=True,
     attention=1.5,  # cuDNN's kernels, in place of FlashAttention-2's
 )
 MOSAIC = FrameworkProfile(
@@ -63,7 +61,6 @@ MOSAIC = FrameworkProfile(
     gradient_bytes=2,
     keeps_gradients=False,
     chunks_logits=False,
-    fused_blocks=True,
     whole_in_pipeline=True,  # torchtitan's parameters are not given back between the micro-batches of a pipeline
 )
 TITAN = dataclasses.replace(

@@ -28,9 +28,7 @@ OPERATORS = (
 ROUTING = 93  # in a block with experts, without their products
 SENDING = 3  # for each message: its parts are put together, sent, and awaited
 SCORES = {"F": 5, "B": 8}  # how often attention that is not fused reads or writes a matrix of scores
-# isograd's attention by blocks, where no kernel fits: how often it reads or writes a block's scores, which are wide,
-# and how many operators it starts for one.
-WIDE_SCORES, WIDE_STARTS = {"F": 10, "B": 18}, {"F": 25, "B": 30}
+BLOCK_STARTS = {"F": 25, "B": 30}  # operators that isograd's attention in a window starts for a block, on CPUs
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class Costs:
         if work.profile.fused_attention:
             if self._blocks_of(window):
                 return {way: self._by_blocks(tokens, heads, window, way) for way in ("F", "B")}
-            share = 1.0 if work.masked else 0.5 / attention_share(keys / layout.ring)
+            share = 1.0 if work.takes_mask(self.machine.units > 0) else 0.5 / attention_share(keys / layout.ring)
             if window is not None:  # and the blocks at both edges of the window
                 share = min(share, (window - window**2 / (2 * keys) + BLOCK) / keys)
             steps = layout.ring
@@ -146,26 +144,20 @@ class Costs:
         }
 
     def _blocks_of(self, window: int | None) -> int:
-        """How many blocks of queries and keys isograd's own attention computes one after the other, of a batch's row;
-        0: a kernel does all of it. Rings on a CPU have a kernel for each of their blocks."""
+        """How many blocks of queries and keys isograd's own attention computes one after the other, of a batch's row:
+        in a window, on CPUs. 0: a kernel does all of it, or one does each block of a ring (sequence/block.py)."""
         work, layout = self.work, self.layout
-        if work.profile.fused_blocks or not (window is not None or (layout.ring > 1 and self.machine.units)):
+        if window is None or self.machine.units:
             return 0
         return blocks_and_pairs(work.length, layout.ulysses, layout.ring, window)[0]
 
     def _by_blocks(self, tokens: float, heads: float, window: int | None, way: str) -> float:
-        """Seconds of a forward or a backward. Where no kernel fits, scores are in memory and products are wide."""
+        """Seconds of a forward or a backward."""
         work, layout = self.work, self.layout
         blocks, seen = blocks_and_pairs(work.length, layout.ulysses, layout.ring, window)
         pairs = tokens / (work.length / layout.cp) * heads / layout.ulysses * seen
         flops = 4 * pairs * work.head_dim * (1.0 if way == "F" else 2.5)
-        start = self.machine.rates.operator_us * 1e-6
-        if not self.machine.units:
-            return flops / self._peaks[1] + 2 * blocks * start
-        wide = "fp64" if work.dtype == "fp64" else "fp32"
-        rate = self.machine.peak(wide) * self.machine.rates.matmul.get(wide, 1.0)
-        moved = pairs * work.sum_bytes * WIDE_SCORES[way]
-        return flops / rate + moved / self._peaks[2] + blocks * WIDE_STARTS[way] * start
+        return flops / self._peaks[1] + 2 * blocks * self.machine.rates.operator_us * 1e-6
 
     def head(self) -> float:
         """Logits, their loss and both gradients: all in the forward."""
@@ -255,7 +247,7 @@ class Costs:
         if kind.sparse and experts is not None:
             operators = ROUTING + self.work.matrices * max(1, experts.number // self.layout.ep)
         operators *= 2 if way == "B" else 1
-        operators += self._blocks_of(kind.window) * WIDE_STARTS[way] if self.work.profile.fused_attention else 0
+        operators += self._blocks_of(kind.window) * BLOCK_STARTS[way] if self.work.profile.fused_attention else 0
         started = (operators + SENDING * len(made)) * self.machine.rates.launch_us * 1e-6
         return seconds + max(0.0, started - seconds - sum(self.messages(made).values()))
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from isograd.core.layout import Layout
 from isograd.models.config import TransformerConfig
 from isograd.plan.work import FrameworkProfile, Work, layers_of, of_block, of_ends, params_on_rank
-from isograd.sequence import band
 
 LOAD = 1.5  # slots that the busiest rank of an ep group computes, over an even share
 CHUNK = 1024  # tokens whose logits exist at a time: nn/loss.py
@@ -55,9 +54,8 @@ def memory(work: Work, layout: Layout, *, gpu: bool = False) -> Memory:
 
 
 def _on_gpu(work: Work, layout: Layout, index: int) -> Memory:
-    """With the scores of blocks without a kernel, and what NCCL holds, of isograd."""
-    found = of_stage(work, layout, index)
-    found = replace(found, activations=found.activations + of_scores(work, layout))
+    """With what NCCL holds, of isograd."""
+    found = of_stage(replace(work, masked=work.takes_mask(gpu=True)), layout, index)
     if work.profile != FrameworkProfile():
         return found
     held = communicators(work, layout, index) * COMMUNICATOR
@@ -117,19 +115,6 @@ def _whole_at_once(work: Work, layout: Layout, index: int) -> tuple[float, float
     sparse = set(map(work.model.has_experts, range(work.model.layers)))
     largest = max(of_block(work, layout, kind).all for kind in sparse)
     return largest, of_ends(work, layout, index == 0, index == layout.pp - 1).all + 2 * largest
-
-
-def of_scores(work: Work, layout: Layout) -> float:
-    """What isograd's attention holds in a backward on a GPU, beside what it saved, where it computes blocks without a
-    kernel (sequence/block.py): scores, probabilities and gradients of both, wide, of its largest block."""
-    c, window = work.model, work.model.sliding_window or work.length
-    if layout.ring == 1 and window >= work.length:
-        return 0.0
-    queries, keys = (
-        (band.BLOCK, min(work.length, window + band.BLOCK)) if layout.ring == 1 else (work.length // layout.ring,) * 2
-    )
-    rows = -(-work.batch // layout.dp // work.micro_batches)
-    return 4.0 * work.sum_bytes * rows * queries * keys * c.heads / layout.tp / layout.ulysses
 
 
 def states(

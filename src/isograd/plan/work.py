@@ -39,7 +39,6 @@ class FrameworkProfile:
     kept_bytes: int | None = None  # of an element of the gradients that stay; None: gradient_bytes
     selective: float = 0.0  # the share of the products that "selective" runs again
     chunks_logits: bool = True  # logits of a part of the tokens exist at a time
-    fused_blocks: bool = False  # windows, caps and rings have fused kernels on GPUs, too; isograd's own have none there
     whole_in_pipeline: bool = False  # at ZeRO 3 with a pipeline, parameters and gradients are whole during a step
     fp32_rows: bool = False  # a step makes an fp32 copy of this rank's rows of the gradients
     widened: bool = False  # a gradient is widened as a whole before it is added to its sum
@@ -56,7 +55,7 @@ class Work:
     dtype: str = "bf16"  # of parameters and activations
     products: str | None = None  # dtype of matrix products; None: dtype
     recompute: str = "none"  # "none", "selective" (isograd: all but products and attention) or "full"
-    masked: bool = False  # packed documents: attention takes a mask, which is a whole matrix
+    masked: bool = False  # packed documents
     muon: bool = False
     accumulate: str = "local"  # "sharded": gradients leave with each micro-batch
     ema: bool = False  # an average of the weights beside the masters
@@ -91,6 +90,10 @@ class Work:
     def sum_bytes(self) -> int:
         """Bytes of a gradient sum, and of a master weight."""
         return max(4, self.size)
+
+    def takes_mask(self, gpu: bool) -> bool:
+        """Whether attention takes a mask of documents, a whole matrix: not in 16 bits on GPUs (varlen_attn)."""
+        return self.masked and not (gpu and self.size == 2)
 
     def tokens(self, layout: Layout) -> int:
         """Of one micro-batch on one rank, before tensor parallelism cuts them."""
