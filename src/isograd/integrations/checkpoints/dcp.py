@@ -12,7 +12,7 @@ import math
 import os
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +134,80 @@ class DcpFolder:
             ) from error  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Flat:
+    """Elements of a file that lie beside each other."""
+
+    path: Path
+    at: int  # first byte
+    dtype: torch.dtype
+    count: int
+
+    def cut(self, start: int, stop: int) -> _Flat:
+        """Some of them."""
+        return _Flat(self.path, self.at + start * self.dtype.itemsize, self.dtype, stop - start)
+
+    def read(self) -> Tensor:
+        """The elements."""
+        with open_to_read(self.path) as file:
+            file.seek(self.at)
+            raw = bytearray(file.read(self.count * self.dtype.itemsize))
+        if len(raw) != self.count * self.dtype.itemsize:
+            raise CheckpointError(
+                "IG949", f"a part of {self.path.name} cannot be read", seen=f"{len(raw):,} bytes",
+                expected=f"{self.count * self.dtype.itemsize:,} from byte {self.at:,} on", fix="copy the file again",
+            )  # fmt: skip
+        return torch.frombuffer(raw, dtype=self.dtype) if raw else torch.empty(0, dtype=self.dtype)
+
+
+class _Saved:
+    """What torch.save wrote into a file: the value, and where its tensors lie."""
+
+    def __init__(self, path: Path, inside: bytes | None = None, known: Collection[str] | None = None) -> None:
+        """inside: of another file, all the bytes; known: see value_in."""
+        self.path = path
+        with open_to_read(path) if inside is None else io.BytesIO(inside) as file, zipfile.ZipFile(file) as archive:
+            size = file.seek(0, os.SEEK_END)
+            self._inside: dict[str, tuple[int, int]] = {}
+            for info in archive.infolist():
+                file.seek(info.header_offset + 26)
+                start = info.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
+                if info.compress_type != zipfile.ZIP_STORED or start + info.file_size > size:
+                    raise RefusedOpcode(f"{path.name}: a member that is packed, or cut short")
+                self._inside[info.filename.partition("/")[2]] = start, info.file_size
+            start, length = self._inside.get("data.pkl", (0, LARGEST + 1))
+            if length > LARGEST:
+                raise RefusedOpcode(f"{path.name}: no data.pkl of at most {LARGEST:,} bytes")
+            if "byteorder" in self._inside:
+                file.seek(self._inside["byteorder"][0])
+                if file.read(self._inside["byteorder"][1]) != b"little":
+                    raise RefusedOpcode(f"{path.name}: numbers of the other byte order")
+            file.seek(start)
+            self.value = value_in(file.read(length), known)
+
+    @property
+    def table(self) -> dict[Any, Any]:
+        """The value, which is one."""
+        return _dict(self.value)
+
+    def bytes_of(self, key: str) -> tuple[int, int]:
+        """Where the storage of a tensor lies: its first byte, how many."""
+        return self._inside.get(f"data/{key}", (0, 0))
+
+    def flat(self, value: Any) -> _Flat:
+        """A tensor whose elements lie one after another."""
+        key, dtype, at, shape, strides = _rebuilt(value)
+        start, length = self.bytes_of(key)
+        count, dense = math.prod(shape), 1
+        for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+            if size > 1 and stride != dense:
+                raise RefusedOpcode(f"{self.path.name}: a tensor of the shape {shape} that does not lie in one piece")
+            dense *= size
+        if (at + count) * dtype.itemsize > length:
+            raise RefusedOpcode(f"{self.path.name}: a tensor of {count:,} elements in {length:,} bytes")
+        return _Flat(self.path, start + at * dtype.itemsize, dtype, count)
+
+
 def _tensors(described: Any) -> dict[str, DcpTensor]:
     whole = _made(described, f"{META}.Metadata", f"{MEGATRON}.MCoreMetadata")
     entries, places = whole.get("state_dict_metadata"), whole.get("storage_data")
@@ -244,22 +318,13 @@ def _text(value: Any) -> str:
 
 def _tensor(data: bytes, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
     """What torch.save wrote, if it is a tensor of this dtype and these sizes."""
-    if not data.startswith(b"PK"):
-        raise RefusedOpcode("no zip, as torch.save writes")
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        inside = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        if any(info.compress_type != zipfile.ZIP_STORED or info.file_size > len(data) for info in inside.values()):
-            raise RefusedOpcode("a zip with packed members")
-        if "data.pkl" not in inside or ("byteorder" in inside and archive.read(inside["byteorder"]) != b"little"):
-            raise RefusedOpcode("no data.pkl in it, or numbers of the other byte order")
-        key, of, at, shape, strides = _rebuilt(value_in(archive.read(inside["data.pkl"]), PIECE))
-        if of != dtype or shape != sizes or f"data/{key}" not in inside:
-            raise RefusedOpcode(f"a tensor {of} {list(shape)}")
-        raw = bytearray(archive.read(inside[f"data/{key}"]))
+    saved = _Saved(Path("the piece"), data, PIECE)
+    key, of, at, shape, strides = _rebuilt(saved.value)
+    first, length = saved.bytes_of(key)
     last = at + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if (last + 1) * dtype.itemsize > len(raw):
-        raise RefusedOpcode(f"{len(raw)} bytes, which are too few")
-    return torch.frombuffer(raw, dtype=dtype).as_strided(shape, strides, at)
+    if of != dtype or shape != sizes or (last + 1) * dtype.itemsize > length:
+        raise RefusedOpcode(f"a tensor {of} {list(shape)} in {length} bytes")
+    return torch.frombuffer(bytearray(data[first : first + length]), dtype=dtype).as_strided(shape, strides, at)
 
 
 def _rebuilt(value: Any) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
@@ -275,3 +340,15 @@ def _rebuilt(value: Any) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[
     if not good or not all(map(_is_number, (*shape, *strides))) or storage[1].full not in STORAGES:
         raise RefusedOpcode("a tensor whose shape is none")
     return _text(storage[2]), STORAGES[storage[1].full], at, shape, strides
+
+
+def brief(value: Any) -> str:
+    """A value for a message: of a list or a table its type alone, as written out one could be a terabyte."""
+    return repr(value)[:80] if isinstance(value, int | float | str | None) else type(value).__name__
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    found = value.state if isinstance(value, PickledObject) and value.name == "collections.OrderedDict" else value
+    if not isinstance(found, dict):
+        raise RefusedOpcode(f"no table where one should be, but {brief(value)}")
+    return found

@@ -8,11 +8,10 @@ filled up. Numbers are checked before they are used; the bytes of one parameter 
 from __future__ import annotations
 
 import math
-import os
 import re
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,22 @@ import torch
 from torch import Tensor
 
 from isograd.errors import CheckpointError
-from isograd.integrations.checkpoints.dcp import LARGEST, MOST_ELEMENTS, OF_ZIPS, _numbers, _rebuilt, _text
-from isograd.integrations.checkpoints.opcodes import PickledObject, RefusedOpcode, value_in
-from isograd.io.untrusted import FileError, open_to_read, read_text
+from isograd.integrations.checkpoints.dcp import (
+    MOST_ELEMENTS,
+    OF_ZIPS,
+    _dict,
+    _Flat,
+    _numbers,
+    _rebuilt,
+    _Saved,
+    _text,
+    brief,
+)
+from isograd.integrations.checkpoints.opcodes import PickledObject, RefusedOpcode
+from isograd.io.untrusted import FileError, read_text
 
-OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_optim_states\.pt")
+OPTIMIZER = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<other>\d{1,6})_optim_states\.pt")
+TRACKERS = ("latest", "latest_checkpointed_iteration.txt")  # DeepSpeed's and Megatron-LM's
 STATES = ("exp_avg", "exp_avg_sq")
 
 
@@ -37,38 +47,12 @@ class ZeroTensor:
     pieces: tuple[_Flat, ...]
 
 
-@dataclass(frozen=True)
-class _Flat:
-    """Elements of a file that lie beside each other."""
-
-    path: Path
-    at: int  # first byte
-    dtype: torch.dtype
-    count: int
-
-    def cut(self, start: int, stop: int) -> _Flat:
-        """Some of them."""
-        return _Flat(self.path, self.at + start * self.dtype.itemsize, self.dtype, stop - start)
-
-    def read(self) -> Tensor:
-        """The elements."""
-        with open_to_read(self.path) as file:
-            file.seek(self.at)
-            raw = bytearray(file.read(self.count * self.dtype.itemsize))
-        if len(raw) != self.count * self.dtype.itemsize:
-            raise CheckpointError(
-                "IG949", f"a part of {self.path.name} cannot be read", seen=f"{len(raw):,} bytes",
-                expected=f"{self.count * self.dtype.itemsize:,} from byte {self.at:,} on", fix="copy the file again",
-            )  # fmt: skip
-        return torch.frombuffer(raw, dtype=self.dtype) if raw else torch.empty(0, dtype=self.dtype)
-
-
 class ZeroFolder:
     """A folder that DeepSpeed wrote, opened for reading."""
 
     def __init__(self, place: str | Path, what: str = "weights") -> None:
         """what: "weights", or one of STATES; of a parameter that is not trained there are no states."""
-        self.place = _tagged(Path(place))
+        self.place = step_of(Path(place))
         self.step = 0  # of the optimizer
         self.options: dict[str, Any] = {}  # of its first group: lr, betas, eps, weight_decay
         try:
@@ -95,12 +79,12 @@ class ZeroFolder:
     def _found(self, what: str) -> Iterator[tuple[str, ZeroTensor]]:
         ranks = self._ranks()
         models = [_Saved(path) for path in self._models(len(ranks))]
-        first = models[0].value
-        owns = [_dict(rank.value.get("optimizer_state_dict")) for rank in ranks]
+        first = models[0].table
+        owns = [_dict(rank.table.get("optimizer_state_dict")) for rank in ranks]
         stage = owns[0].get("zero_stage")
         (stage,) = stage.args if isinstance(stage, PickledObject) and len(stage.args) == 1 else (stage,)
         if stage not in (1, 2, 3) or any(own.get("partition_count") is None for own in owns):
-            raise RefusedOpcode(f"no ZeRO stage from 1 to 3: {stage!r:.50}")
+            raise RefusedOpcode(f"no ZeRO stage from 1 to 3: {brief(stage)}")
         shapes = [{_text(n): _numbers(s) for n, s in _pairs(group)} for group in _list(first.get("param_shapes"))]
         flats = [self._flats(rank, own, stage, what) for rank, own in zip(ranks, owns, strict=True)]
         trained = dict(_by_parts(shapes, flats) if stage == 3 else _by_groups(shapes, flats))
@@ -108,7 +92,7 @@ class ZeroFolder:
         if what != "weights":
             return
         for name, shape in _pairs(first.get("frozen_param_shapes")):
-            parts = [m.flat(dict(_pairs(m.value.get("frozen_param_fragments"))).get(name)) for m in models]
+            parts = [m.flat(dict(_pairs(m.table.get("frozen_param_fragments"))).get(name)) for m in models]
             yield _text(name), _zero_tensor(_text(name), _numbers(shape), parts if stage == 3 else parts[:1])
         module = dict(_pairs(first.get("module")))
         for name in _list(first.get("buffer_names") or []):
@@ -121,19 +105,16 @@ class ZeroFolder:
 
     def _ranks(self) -> list[_Saved]:
         """The files of all ranks, in order."""
-        found = {}
-        for path in self.place.iterdir():
-            if match := OPTIMIZER.fullmatch(path.name):
-                found[int(match[1])] = path
-                if int(match[2]):
-                    raise RefusedOpcode(f"{path.name}: cut over model-parallel ranks")
-        if sorted(found) != list(range(len(found))) or not found:
-            raise RefusedOpcode(f"states of the ranks {sorted(found)[:20]}")
-        ranks = [_Saved(found[rank]) for rank in range(len(found))]
-        counts = _dict(ranks[0].value.get("optimizer_state_dict")).get("partition_count")
+        files = by_rank(self.place, OPTIMIZER)
+        if not files or len(files[0]) > 1:
+            raise RefusedOpcode(f"{files[0][1].name}: cut over model-parallel ranks" if files else "no states")
+        ranks = [_Saved(path) for (path,) in files]
+        counts = _dict(ranks[0].table.get("optimizer_state_dict")).get("partition_count")
         counts = counts if isinstance(counts, list) else [counts]
-        if any(count != len(found) for count in counts):
-            raise RefusedOpcode(f"states of {len(found)} ranks, of which there were {counts[:4]}")
+        if any(count != len(ranks) for count in counts):
+            raise RefusedOpcode(
+                f"states of {len(ranks)} ranks, of which there were {', '.join(map(brief, counts[:4]))}"
+            )
         return ranks
 
     def _models(self, ranks: int) -> list[Path]:
@@ -155,44 +136,6 @@ class ZeroFolder:
             step = int(rank.flat(step).cut(0, 1).read()[0])
         self.step = int(step) if isinstance(step, int | float) and 0 <= step < 1 << 48 else 0
         return [rank.flat(_dict(group).get(what)) for group in groups]
-
-
-class _Saved:
-    """What torch.save wrote into a file: the value, and where its tensors lie."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with open_to_read(path) as file, zipfile.ZipFile(file) as archive:
-            size = file.seek(0, os.SEEK_END)
-            self._inside: dict[str, tuple[int, int]] = {}
-            for info in archive.infolist():
-                file.seek(info.header_offset + 26)
-                start = info.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
-                if info.compress_type != zipfile.ZIP_STORED or start + info.file_size > size:
-                    raise RefusedOpcode(f"{path.name}: a member that is packed, or cut short")
-                self._inside[info.filename.partition("/")[2]] = start, info.file_size
-            start, length = self._inside.get("data.pkl", (0, LARGEST + 1))
-            if length > LARGEST:
-                raise RefusedOpcode(f"{path.name}: no data.pkl of at most {LARGEST:,} bytes")
-            if "byteorder" in self._inside:
-                file.seek(self._inside["byteorder"][0])
-                if file.read(self._inside["byteorder"][1]) != b"little":
-                    raise RefusedOpcode(f"{path.name}: numbers of the other byte order")
-            file.seek(start)
-            self.value = _dict(value_in(file.read(length), None))
-
-    def flat(self, value: Any) -> _Flat:
-        """A tensor whose elements lie one after another."""
-        key, dtype, at, shape, strides = _rebuilt(value)
-        start, length = self._inside.get(f"data/{key}", (0, 0))
-        count, dense = math.prod(shape), 1
-        for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-            if size > 1 and stride != dense:
-                raise RefusedOpcode(f"{self.path.name}: a tensor of the shape {shape} that does not lie in one piece")
-            dense *= size
-        if (at + count) * dtype.itemsize > length:
-            raise RefusedOpcode(f"{self.path.name}: a tensor of {count:,} elements in {length:,} bytes")
-        return _Flat(self.path, start + at * dtype.itemsize, dtype, count)
 
 
 def _by_groups(shapes: list[dict[str, tuple[int, ...]]], flats: list[list[_Flat]]) -> Iterator[tuple[str, ZeroTensor]]:
@@ -238,25 +181,30 @@ def _zero_tensor(name: str, shape: tuple[int, ...], pieces: list[_Flat]) -> Zero
     return ZeroTensor(shape, pieces[0].dtype if pieces else torch.float32, tuple(pieces))
 
 
-def _tagged(place: Path) -> Path:
-    """The folder of the step that `latest` names, of a folder that has such a file."""
-    if not (place / "latest").is_file():
-        return place
-    tag = read_text(place / "latest", 1 << 12).strip()
-    return place / tag if Path(tag).name == tag else place
+def step_of(place: Path) -> Path:
+    """The folder of the step that DeepSpeed's or Megatron-LM's file beside it names, if there is one."""
+    for path in filter(Path.is_file, (place / name for name in TRACKERS)):
+        step = read_text(path, 1 << 12).strip()
+        step = f"iter_{int(step):07d}" if path.suffix and re.fullmatch("[0-9]{1,15}", step) else step
+        return place / step if Path(step).name == step else place
+    return place
+
+
+def by_rank(place: Path, name: re.Pattern[str]) -> list[list[Path]]:
+    """Of each `rank` of file names: the files of each `other`, as stages or layers. No file is missing."""
+    matches = [(match, path) for path in place.iterdir() if (match := name.fullmatch(path.name))]
+    files = {(int(match["rank"] or 0), int(match["other"] or 0)): path for match, path in matches}
+    others, ranks = sorted({other for _, other in files}), range(max(files, default=(-1, 0))[0] + 1)
+    missing = (f"{rank} (of {other})" for rank in ranks for other in others if (rank, other) not in files)
+    if some := list(islice(missing, 4)):
+        raise RefusedOpcode(f"no files of the ranks {', '.join(some)}")
+    return [[files[rank, other] for other in others] for rank in ranks]
 
 
 def is_zero(place: str | Path) -> bool:
     """Whether a folder has the files of DeepSpeed's ZeRO."""
-    place = _tagged(Path(place))
+    place = step_of(Path(place))
     return place.is_dir() and any(OPTIMIZER.fullmatch(path.name) for path in place.iterdir())
-
-
-def _dict(value: Any) -> dict[Any, Any]:
-    found = value.state if isinstance(value, PickledObject) and value.name == "collections.OrderedDict" else value
-    if not isinstance(found, dict):
-        raise RefusedOpcode(f"no table where one should be, but {str(value)[:80]}")
-    return found
 
 
 def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -269,5 +217,5 @@ def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise RefusedOpcode(f"no list where one should be, but {str(value)[:80]}")
+        raise RefusedOpcode(f"no list where one should be, but {brief(value)}")
     return value

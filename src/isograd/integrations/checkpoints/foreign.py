@@ -4,7 +4,8 @@
     torchtitan     Llama 3: queries and keys have the two halves of each rotation beside each other
     DeepSpeed      transformers' names, in the partitions of ZeRO: deepspeed.py
     Megatron-Core  torch_dist: linear_qkv by groups of heads, linear_fc1 gate above up, layers stacked or one by one,
-                   vocabularies padded; Llama, Mistral and Qwen 3 without experts
+                   vocabularies padded; Llama, Mistral, Qwen 2, Qwen 3 and GPT-NeoX without experts
+    Megatron-LM    and GPT-NeoX, a file for each model-parallel rank: model_parallel.py gives them those names
 
 One tensor at a time is put together. Names and shapes are checked against the config before anything is read.
 """
@@ -36,7 +37,8 @@ from isograd.hf import export
 from isograd.hf.configs import load_config, model_type_of
 from isograd.hf.families import NOT_WEIGHTS, HuggingFace
 from isograd.integrations.checkpoints.dcp import DcpFolder
-from isograd.integrations.checkpoints.deepspeed import STATES, ZeroFolder, is_zero
+from isograd.integrations.checkpoints.deepspeed import STATES, ZeroFolder, is_zero, step_of
+from isograd.integrations.checkpoints.model_parallel import RankFolder, trainer_of
 from isograd.models import Transformer, TransformerConfig
 
 Make = Callable[[], Tensor]
@@ -69,10 +71,13 @@ class ForeignCheckpoint:
     """A folder of torch.distributed.checkpoint, or of DeepSpeed, as the tensors of a model of transformers, for
     HuggingFace(...)."""
 
-    def __init__(self, folder: DcpFolder | ZeroFolder, config: TransformerConfig, prefix: str | None = None) -> None:
+    def __init__(
+        self, folder: DcpFolder | ZeroFolder | RankFolder, config: TransformerConfig, prefix: str | None = None
+    ) -> None:
         """prefix: what stands before the names of the model's weights; needed where a folder holds several models."""
         self.folder = folder
-        self.kind, self.prefix, anchor, others = _kind(folder, prefix)
+        names, self.prefix, anchor, others = _kind(folder, prefix)
+        self.kind = folder.kind if isinstance(folder, RankFolder) else names
         inner = tuple(other for other in others if other.startswith(self.prefix))  # models below the prefix of this one
         self.names = {
             name.removeprefix(self.prefix): name
@@ -80,13 +85,13 @@ class ForeignCheckpoint:
             if name.startswith(self.prefix) and not name.endswith(BESIDE) and not name.startswith(inner)
         }
         self._used = set[str]()
-        found = {"torchtitan": _torchtitan, "Megatron-Core": _megatron, "transformers": _transformers}[self.kind]
+        found = {"torchtitan": _torchtitan, "Megatron-Core": _megatron, "transformers": _transformers}[names]
         self.tensors = dict(found(self, config))
         self.shapes = {name: theirs.shape for name, theirs in self.tensors.items()}
         if config.tied:
             self._refuse_another_head(anchor, config.vocab)
         # What the config has no place for would be missing in what is written: more layers, biases.
-        left = [n for n in self.names if n.startswith(OF_MODEL.get(self.kind, ())) and n not in self._used]
+        left = [n for n in self.names if n.startswith(OF_MODEL.get(names, ())) and n not in self._used]
         if left:
             seen = f"{len(left)}: {sorted(left)[:8]}"
             raise _unlike(f"{self.folder.place} has weights that the config has no place for", seen)
@@ -140,7 +145,7 @@ def _unlike(
     return ModelError("IG420", what, seen=seen, expected=expected, fix="the config of this checkpoint")
 
 
-def _kind(folder: DcpFolder | ZeroFolder, wanted: str | None) -> tuple[str, str, str, list[str]]:
+def _kind(folder: DcpFolder | ZeroFolder | RankFolder, wanted: str | None) -> tuple[str, str, str, list[str]]:
     """(who wrote it, what stands before each name of a weight, the embedding's name behind that, the prefixes of other
     models): by the name of the embedding. Optimizers' states have longer names, or stand below `optim...`."""
     found = [
@@ -205,33 +210,47 @@ def _halves(heads: int, weight: Tensor) -> Tensor:
 
 
 def _megatron(source: ForeignCheckpoint, config: TransformerConfig) -> Iterator[tuple[str, SourceTensor]]:
-    _refuse_family(source, config, ("llama", "mistral", "qwen3"))
-    vocab = config.vocab
-    yield "model.embed_tokens.weight", source.one("embedding.word_embeddings.weight", partial(_unpadded, vocab))
-    yield "model.norm.weight", source.one("decoder.final_layernorm.weight")
+    _refuse_family(source, config, ("llama", "mistral", "qwen2", "qwen3", "gpt_neox"))
+    neox, unpadded = config.norm == "layer", partial(_unpadded, config.vocab)
+    body, embed, norm = ("gpt_neox", "embed_in", "final_layer_norm") if neox else ("model", "embed_tokens", "norm")
+    of_norm, of_mlp = (
+        ("weight", "bias") if neox else ("weight",),
+        ("weight", "bias") if config.mlp_bias else ("weight",),
+    )
+    yield f"{body}.{embed}.weight", source.one("embedding.word_embeddings.weight", unpadded)
+    for leaf in of_norm:
+        yield f"{body}.{norm}.{leaf}", source.one(f"decoder.final_layernorm.{leaf}")
     if not config.tied:
-        yield "lm_head.weight", source.one("output_layer.weight", partial(_unpadded, vocab))
+        yield "lm_head.weight", source.one("output_layer.weight", unpadded)
     for i in range(config.layers):
-        us, of = f"model.layers.{i}.", partial(_layer, source, i, config.layers)
+        us, of = f"{body}.layers.{i}.", partial(_layer, source, i, config.layers)
         qkv = "self_attention.linear_qkv."
         for leaf in ("weight", "bias") if config.qkv_bias else ("weight",):
-            for number, name in enumerate("qkv"):
+            if neox:
+                yield f"{us}attention.query_key_value.{leaf}", of(qkv + leaf)
+            for number, name in enumerate("" if neox else "qkv"):
                 yield f"{us}self_attn.{name}_proj.{leaf}", of(qkv + leaf, partial(_of_groups, config, number))
-        yield us + "self_attn.o_proj.weight", of("self_attention.linear_proj.weight")
-        if config.out_bias:
-            yield us + "self_attn.o_proj.bias", of("self_attention.linear_proj.bias")
+        for leaf in ("weight", "bias") if config.out_bias else ("weight",):
+            yield (
+                f"{us}{'attention.dense' if neox else 'self_attn.o_proj'}.{leaf}",
+                of(f"self_attention.linear_proj.{leaf}"),
+            )
         if config.qk_norm:
             yield us + "self_attn.q_norm.weight", of("self_attention.q_layernorm.weight")
             yield us + "self_attn.k_norm.weight", of("self_attention.k_layernorm.weight")
-        yield us + "input_layernorm.weight", of((qkv + "layer_norm_weight", "input_layernorm.weight"))
-        norm = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
-        yield us + "post_attention_layernorm.weight", of(norm)
-        for number, name in enumerate(("gate", "up")):
-            alone = f"mlp.linear_fc1.weight_{'wv'[number]}"  # how newer ones store the two halves
-            there = any(one in source.names for one in (f"{STACKED}{alone}", f"{STACKED}{i}.{alone}"))
-            half = of(alone) if there else of("mlp.linear_fc1.weight", partial(_half, number))
-            yield f"{us}mlp.{name}_proj.weight", half
-        yield us + "mlp.down_proj.weight", of("mlp.linear_fc2.weight")
+        for leaf in of_norm:
+            yield f"{us}input_layernorm.{leaf}", of((f"{qkv}layer_norm_{leaf}", f"input_layernorm.{leaf}"))
+            names = (f"mlp.linear_fc1.layer_norm_{leaf}", f"pre_mlp_layernorm.{leaf}")
+            yield f"{us}post_attention_layernorm.{leaf}", of(names)
+        for leaf in of_mlp:
+            if neox:
+                yield f"{us}mlp.dense_h_to_4h.{leaf}", of(f"mlp.linear_fc1.{leaf}")
+            for number, name in enumerate(() if neox else ("gate", "up")):
+                alone = f"mlp.linear_fc1.{leaf}_{'wv'[number]}"  # how newer ones store the two halves
+                there = any(one in source.names for one in (f"{STACKED}{alone}", f"{STACKED}{i}.{alone}"))
+                half = of(alone) if there else of(f"mlp.linear_fc1.{leaf}", partial(_half, number))
+                yield f"{us}mlp.{name}_proj.{leaf}", half
+            yield f"{us}mlp.{'dense_4h_to_h' if neox else 'down_proj'}.{leaf}", of(f"mlp.linear_fc2.{leaf}")
 
 
 def _unpadded(vocab: int, weight: Tensor) -> Tensor:
@@ -255,7 +274,7 @@ def _layer(
     for name in alone:
         if name in source.names:
             return source.one(name, change)
-    found = next((name for name in stacked if name in source.names), stacked[0])
+    found = next((name for name in stacked if name in source.names), alone[0])
     if source.shape(found)[:1] != (layers,):
         what = f"{source.folder.place} has another number of layers than the config"
         raise _unlike(what, f"{found!r} of the shape {list(source.shape(found))}", f"{layers} layers, stacked")
@@ -300,13 +319,15 @@ def import_dcp(
     resumes, in this folder. In one process; one tensor is in memory at a time, or an embedding and its head. Returns
     what was read."""
     described, target = load_config(str(config)), Path(folder)
-    zero = ZeroFolder(place) if is_zero(place) else None
+    by_rank = trainer_of(step_of(Path(place)))
+    zero = ZeroFolder(place) if is_zero(place) and not by_rank else None
     if states is not None and zero is None:
         raise CheckpointError(
             "IG948", f"{place} is no folder of DeepSpeed's ZeRO, of which states are read", seen="no *_optim_states.pt",
             expected="zero_pp_rank_*_optim_states.pt", fix="leave --states out: weights alone are read",
         )  # fmt: skip
-    foreign = ForeignCheckpoint(zero or DcpFolder(place), described, prefix)
+    read = RankFolder(place, described) if by_rank else zero or DcpFolder(step_of(Path(place)))
+    foreign = ForeignCheckpoint(read, described, prefix)
     weights = HuggingFace(foreign, described)
     one = Mesh.unbound("1")
     shapes = {r.name: r.contract.shape for r in contracts(Transformer(described, one, device="meta"), one)}
@@ -319,8 +340,8 @@ def import_dcp(
         shards = export.plan(about, ours, max_shard_gb, dtype)
     with export.drafted(target, tokenizer, Path(place)):
         keys = export.keys_of(shards)
-        read = (_read(weights, key, shapes).to(widest) for key in dict.fromkeys(keys))
-        export.write(target, shards, export.repeated(keys, read), about, tokenizer)
+        each = (_read(weights, key, shapes).to(widest) for key in dict.fromkeys(keys))
+        export.write(target, shards, export.repeated(keys, each), about, tokenizer)
     if zero is not None and states is not None:
         _write_states(zero.place, Path(states), described, foreign, shapes)
     return foreign

@@ -112,7 +112,8 @@ class _Machine:
             state = self.stack.pop()
             if not isinstance(self.stack[-1], PickledObject):
                 raise RefusedOpcode("it sets the state of something that is no object")
-            self.stack[-1].state = state
+            if self.stack[-1].name != "collections.OrderedDict":  # whose state is its items, not its attributes
+                self.stack[-1].state = state
         elif code == "BINPERSID":
             self.stack.append(PickledObject("persistent", (self.stack.pop(),)))
         else:
