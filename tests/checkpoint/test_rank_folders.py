@@ -461,7 +461,7 @@ def test_a_file_that_is_no_zip_of_torchs_or_was_cut_short_is_refused(tmp_path: P
 def test_a_table_of_a_module_keeps_its_items_and_a_bomb_is_no_message(tmp_path: Path) -> None:
     """`state_dict()` has attributes beside its items, which are what is read; no value is written out whole."""
     torch.save({"module": torch.nn.Linear(2, 3).state_dict()}, tmp_path / "a.pt")
-    assert list(_dict(_Saved(tmp_path / "a.pt").table["module"])) == ["weight", "bias"]
+    assert list(_dict(_dict(_Saved(tmp_path / "a.pt").value)["module"])) == ["weight", "bias"]
     zero_folder(tmp_path / "ds", 2, 2)
     path = tmp_path / "ds" / "global_step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     changed(path, lambda saved: saved["optimizer_state_dict"].update(single_partition_of_fp32_groups=bomb()))

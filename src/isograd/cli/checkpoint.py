@@ -175,7 +175,7 @@ def _hugging_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _import_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("place", metavar="DCP", help="a folder with .metadata and *.distcp, or of DeepSpeed's ZeRO")
+    parser.add_argument("place", metavar="DCP", help="a folder of DCP, DeepSpeed, Megatron-LM or GPT-NeoX")
     parser.add_argument("--states", metavar="DIR", help="of ZeRO: also write a checkpoint with Adam's states")
     parser.add_argument("--config", metavar="DIR", required=True, help="a folder with the model's config.json")
     parser.add_argument("--prefix", metavar="TEXT", help="what stands before the names of the weights, as 'model.'")
@@ -264,5 +264,5 @@ VERBS: dict[str, Verb] = {
     "verify": ("read everything and check every hash", _verify_options, _verify),
     "diff": ("name the tensors and rows in which two differ", _diff_options, _diff),
     "convert": ("write a Hugging Face folder, without ranks", _convert_options, _convert),
-    "import": ("write one from a folder of torch.distributed.checkpoint or DeepSpeed", _import_options, _import),
+    "import": ("write one from a folder of DCP, DeepSpeed, Megatron-LM or GPT-NeoX", _import_options, _import),
 }

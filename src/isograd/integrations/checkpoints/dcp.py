@@ -168,36 +168,27 @@ class _Saved:
         self.path = path
         with open_to_read(path) if inside is None else io.BytesIO(inside) as file, zipfile.ZipFile(file) as archive:
             size = file.seek(0, os.SEEK_END)
-            self._inside: dict[str, tuple[int, int]] = {}
+            self.inside: dict[str, tuple[int, int]] = {}
             for info in archive.infolist():
                 file.seek(info.header_offset + 26)
                 start = info.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
                 if info.compress_type != zipfile.ZIP_STORED or start + info.file_size > size:
                     raise RefusedOpcode(f"{path.name}: a member that is packed, or cut short")
-                self._inside[info.filename.partition("/")[2]] = start, info.file_size
-            start, length = self._inside.get("data.pkl", (0, LARGEST + 1))
+                self.inside[info.filename.partition("/")[2]] = start, info.file_size
+            start, length = self.inside.get("data.pkl", (0, LARGEST + 1))
             if length > LARGEST:
                 raise RefusedOpcode(f"{path.name}: no data.pkl of at most {LARGEST:,} bytes")
-            if "byteorder" in self._inside:
-                file.seek(self._inside["byteorder"][0])
-                if file.read(self._inside["byteorder"][1]) != b"little":
+            if "byteorder" in self.inside:
+                file.seek(self.inside["byteorder"][0])
+                if file.read(self.inside["byteorder"][1]) != b"little":
                     raise RefusedOpcode(f"{path.name}: numbers of the other byte order")
             file.seek(start)
             self.value = value_in(file.read(length), known)
 
-    @property
-    def table(self) -> dict[Any, Any]:
-        """The value, which is one."""
-        return _dict(self.value)
-
-    def bytes_of(self, key: str) -> tuple[int, int]:
-        """Where the storage of a tensor lies: its first byte, how many."""
-        return self._inside.get(f"data/{key}", (0, 0))
-
     def flat(self, value: Any) -> _Flat:
         """A tensor whose elements lie one after another."""
         key, dtype, at, shape, strides = _rebuilt(value)
-        start, length = self.bytes_of(key)
+        start, length = self.inside.get(f"data/{key}", (0, 0))
         count, dense = math.prod(shape), 1
         for size, stride in zip(reversed(shape), reversed(strides), strict=True):
             if size > 1 and stride != dense:
@@ -320,7 +311,7 @@ def _tensor(data: bytes, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
     """What torch.save wrote, if it is a tensor of this dtype and these sizes."""
     saved = _Saved(Path("the piece"), data, PIECE)
     key, of, at, shape, strides = _rebuilt(saved.value)
-    first, length = saved.bytes_of(key)
+    first, length = saved.inside.get(f"data/{key}", (0, 0))
     last = at + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if of != dtype or shape != sizes or (last + 1) * dtype.itemsize > length:
         raise RefusedOpcode(f"a tensor {of} {list(shape)} in {length} bytes")

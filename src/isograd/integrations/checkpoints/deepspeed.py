@@ -79,8 +79,8 @@ class ZeroFolder:
     def _found(self, what: str) -> Iterator[tuple[str, ZeroTensor]]:
         ranks = self._ranks()
         models = [_Saved(path) for path in self._models(len(ranks))]
-        first = models[0].table
-        owns = [_dict(rank.table.get("optimizer_state_dict")) for rank in ranks]
+        first = _dict(models[0].value)
+        owns = [_dict(_dict(rank.value).get("optimizer_state_dict")) for rank in ranks]
         stage = owns[0].get("zero_stage")
         (stage,) = stage.args if isinstance(stage, PickledObject) and len(stage.args) == 1 else (stage,)
         if stage not in (1, 2, 3) or any(own.get("partition_count") is None for own in owns):
@@ -92,7 +92,7 @@ class ZeroFolder:
         if what != "weights":
             return
         for name, shape in _pairs(first.get("frozen_param_shapes")):
-            parts = [m.flat(dict(_pairs(m.table.get("frozen_param_fragments"))).get(name)) for m in models]
+            parts = [m.flat(dict(_pairs(_dict(m.value).get("frozen_param_fragments"))).get(name)) for m in models]
             yield _text(name), _zero_tensor(_text(name), _numbers(shape), parts if stage == 3 else parts[:1])
         module = dict(_pairs(first.get("module")))
         for name in _list(first.get("buffer_names") or []):
@@ -109,7 +109,7 @@ class ZeroFolder:
         if not files or len(files[0]) > 1:
             raise RefusedOpcode(f"{files[0][1].name}: cut over model-parallel ranks" if files else "no states")
         ranks = [_Saved(path) for (path,) in files]
-        counts = _dict(ranks[0].table.get("optimizer_state_dict")).get("partition_count")
+        counts = _dict(_dict(ranks[0].value).get("optimizer_state_dict")).get("partition_count")
         counts = counts if isinstance(counts, list) else [counts]
         if any(count != len(ranks) for count in counts):
             raise RefusedOpcode(
@@ -199,12 +199,6 @@ def by_rank(place: Path, name: re.Pattern[str]) -> list[list[Path]]:
     if some := list(islice(missing, 4)):
         raise RefusedOpcode(f"no files of the ranks {', '.join(some)}")
     return [[files[rank, other] for other in others] for rank in ranks]
-
-
-def is_zero(place: str | Path) -> bool:
-    """Whether a folder has the files of DeepSpeed's ZeRO."""
-    place = step_of(Path(place))
-    return place.is_dir() and any(OPTIMIZER.fullmatch(path.name) for path in place.iterdir())
 
 
 def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -37,11 +37,12 @@ from isograd.hf import export
 from isograd.hf.configs import load_config, model_type_of
 from isograd.hf.families import NOT_WEIGHTS, HuggingFace
 from isograd.integrations.checkpoints.dcp import DcpFolder
-from isograd.integrations.checkpoints.deepspeed import STATES, ZeroFolder, is_zero, step_of
-from isograd.integrations.checkpoints.model_parallel import RankFolder, trainer_of
+from isograd.integrations.checkpoints.deepspeed import STATES, ZeroFolder, step_of
+from isograd.integrations.checkpoints.model_parallel import BESIDE, RankFolder, trainer_of
 from isograd.models import Transformer, TransformerConfig
 
 Make = Callable[[], Tensor]
+Folder = DcpFolder | ZeroFolder | RankFolder
 ANCHORS = {
     "torchtitan": ("tok_embeddings.weight",),
     "Megatron-Core": ("embedding.word_embeddings.weight",),
@@ -54,7 +55,6 @@ OF_MODEL = {
     "torchtitan": ("tok_embeddings.", "layers.", "norm.", "output."),
     "Megatron-Core": ("embedding.", "decoder.", "output_layer."),
 }
-BESIDE = ("_extra_state", "rotary_emb.inv_freq", "freqs_cis")  # stored beside weights, and no weights
 STACKED = "decoder.layers."
 
 
@@ -71,9 +71,7 @@ class ForeignCheckpoint:
     """A folder of torch.distributed.checkpoint, or of DeepSpeed, as the tensors of a model of transformers, for
     HuggingFace(...)."""
 
-    def __init__(
-        self, folder: DcpFolder | ZeroFolder | RankFolder, config: TransformerConfig, prefix: str | None = None
-    ) -> None:
+    def __init__(self, folder: Folder, config: TransformerConfig, prefix: str | None = None) -> None:
         """prefix: what stands before the names of the model's weights; needed where a folder holds several models."""
         self.folder = folder
         names, self.prefix, anchor, others = _kind(folder, prefix)
@@ -145,7 +143,7 @@ def _unlike(
     return ModelError("IG420", what, seen=seen, expected=expected, fix="the config of this checkpoint")
 
 
-def _kind(folder: DcpFolder | ZeroFolder | RankFolder, wanted: str | None) -> tuple[str, str, str, list[str]]:
+def _kind(folder: Folder, wanted: str | None) -> tuple[str, str, str, list[str]]:
     """(who wrote it, what stands before each name of a weight, the embedding's name behind that, the prefixes of other
     models): by the name of the embedding. Optimizers' states have longer names, or stand below `optim...`."""
     found = [
@@ -211,12 +209,12 @@ def _halves(heads: int, weight: Tensor) -> Tensor:
 
 def _megatron(source: ForeignCheckpoint, config: TransformerConfig) -> Iterator[tuple[str, SourceTensor]]:
     _refuse_family(source, config, ("llama", "mistral", "qwen2", "qwen3", "gpt_neox"))
+    qkv, fc1 = "self_attention.linear_qkv.", "mlp.linear_fc1."
     neox, unpadded = config.norm == "layer", partial(_unpadded, config.vocab)
     body, embed, norm = ("gpt_neox", "embed_in", "final_layer_norm") if neox else ("model", "embed_tokens", "norm")
-    of_norm, of_mlp = (
-        ("weight", "bias") if neox else ("weight",),
-        ("weight", "bias") if config.mlp_bias else ("weight",),
-    )
+    out, down = ("attention.dense", "mlp.dense_4h_to_h") if neox else ("self_attn.o_proj", "mlp.down_proj")
+    biased = (neox, config.qkv_bias, config.out_bias, config.mlp_bias)
+    of_norm, of_qkv, of_out, of_mlp = (("weight", "bias") if has else ("weight",) for has in biased)
     yield f"{body}.{embed}.weight", source.one("embedding.word_embeddings.weight", unpadded)
     for leaf in of_norm:
         yield f"{body}.{norm}.{leaf}", source.one(f"decoder.final_layernorm.{leaf}")
@@ -224,33 +222,27 @@ def _megatron(source: ForeignCheckpoint, config: TransformerConfig) -> Iterator[
         yield "lm_head.weight", source.one("output_layer.weight", unpadded)
     for i in range(config.layers):
         us, of = f"{body}.layers.{i}.", partial(_layer, source, i, config.layers)
-        qkv = "self_attention.linear_qkv."
-        for leaf in ("weight", "bias") if config.qkv_bias else ("weight",):
+        for leaf in of_qkv:
             if neox:
                 yield f"{us}attention.query_key_value.{leaf}", of(qkv + leaf)
             for number, name in enumerate("" if neox else "qkv"):
                 yield f"{us}self_attn.{name}_proj.{leaf}", of(qkv + leaf, partial(_of_groups, config, number))
-        for leaf in ("weight", "bias") if config.out_bias else ("weight",):
-            yield (
-                f"{us}{'attention.dense' if neox else 'self_attn.o_proj'}.{leaf}",
-                of(f"self_attention.linear_proj.{leaf}"),
-            )
-        if config.qk_norm:
-            yield us + "self_attn.q_norm.weight", of("self_attention.q_layernorm.weight")
-            yield us + "self_attn.k_norm.weight", of("self_attention.k_layernorm.weight")
+        for leaf in of_out:
+            yield f"{us}{out}.{leaf}", of(f"self_attention.linear_proj.{leaf}")
+        for name in "qk" if config.qk_norm else "":
+            yield f"{us}self_attn.{name}_norm.weight", of(f"self_attention.{name}_layernorm.weight")
         for leaf in of_norm:
             yield f"{us}input_layernorm.{leaf}", of((f"{qkv}layer_norm_{leaf}", f"input_layernorm.{leaf}"))
-            names = (f"mlp.linear_fc1.layer_norm_{leaf}", f"pre_mlp_layernorm.{leaf}")
-            yield f"{us}post_attention_layernorm.{leaf}", of(names)
+            yield f"{us}post_attention_layernorm.{leaf}", of((f"{fc1}layer_norm_{leaf}", f"pre_mlp_layernorm.{leaf}"))
         for leaf in of_mlp:
             if neox:
-                yield f"{us}mlp.dense_h_to_4h.{leaf}", of(f"mlp.linear_fc1.{leaf}")
+                yield f"{us}mlp.dense_h_to_4h.{leaf}", of(fc1 + leaf)
             for number, name in enumerate(() if neox else ("gate", "up")):
-                alone = f"mlp.linear_fc1.{leaf}_{'wv'[number]}"  # how newer ones store the two halves
+                alone = f"{fc1}{leaf}_{'wv'[number]}"  # how newer ones store the two halves
                 there = any(one in source.names for one in (f"{STACKED}{alone}", f"{STACKED}{i}.{alone}"))
-                half = of(alone) if there else of(f"mlp.linear_fc1.{leaf}", partial(_half, number))
+                half = of(alone) if there else of(fc1 + leaf, partial(_half, number))
                 yield f"{us}mlp.{name}_proj.{leaf}", half
-            yield f"{us}mlp.{'dense_4h_to_h' if neox else 'down_proj'}.{leaf}", of(f"mlp.linear_fc2.{leaf}")
+            yield f"{us}{down}.{leaf}", of(f"mlp.linear_fc2.{leaf}")
 
 
 def _unpadded(vocab: int, weight: Tensor) -> Tensor:
@@ -319,15 +311,15 @@ def import_dcp(
     resumes, in this folder. In one process; one tensor is in memory at a time, or an embedding and its head. Returns
     what was read."""
     described, target = load_config(str(config)), Path(folder)
-    by_rank = trainer_of(step_of(Path(place)))
-    zero = ZeroFolder(place) if is_zero(place) and not by_rank else None
+    kind = trainer_of(step_of(Path(place)))
+    zero = ZeroFolder(place) if kind == "DeepSpeed" else None
     if states is not None and zero is None:
         raise CheckpointError(
             "IG948", f"{place} is no folder of DeepSpeed's ZeRO, of which states are read", seen="no *_optim_states.pt",
             expected="zero_pp_rank_*_optim_states.pt", fix="leave --states out: weights alone are read",
         )  # fmt: skip
-    read = RankFolder(place, described) if by_rank else zero or DcpFolder(step_of(Path(place)))
-    foreign = ForeignCheckpoint(read, described, prefix)
+    of_ranks = RankFolder(place, described) if kind in ("Megatron-LM", "GPT-NeoX") else None
+    foreign = ForeignCheckpoint(of_ranks or zero or DcpFolder(step_of(Path(place))), described, prefix)
     weights = HuggingFace(foreign, described)
     one = Mesh.unbound("1")
     shapes = {r.name: r.contract.shape for r in contracts(Transformer(described, one, device="meta"), one)}
@@ -340,8 +332,8 @@ def import_dcp(
         shards = export.plan(about, ours, max_shard_gb, dtype)
     with export.drafted(target, tokenizer, Path(place)):
         keys = export.keys_of(shards)
-        each = (_read(weights, key, shapes).to(widest) for key in dict.fromkeys(keys))
-        export.write(target, shards, export.repeated(keys, each), about, tokenizer)
+        read = (_read(weights, key, shapes).to(widest) for key in dict.fromkeys(keys))
+        export.write(target, shards, export.repeated(keys, read), about, tokenizer)
     if zero is not None and states is not None:
         _write_states(zero.place, Path(states), described, foreign, shapes)
     return foreign

@@ -5,16 +5,16 @@
                   model without a pipeline
 
 The pickles are read as data (opcodes.py). Tensors get Megatron-Core's names and its order of rows on one rank, the
-layers of all stages numbered through; foreign.py knows those. Rows of column-parallel layers and of vocabularies are
-joined, columns of row-parallel layers too; anything else each rank has a copy of. Three things differ in GPT-NeoX:
-gate and up stand the other way round; grouped queries are stored as all queries, keys, values of a rank; and with a
-parallel residual each rank adds its own bias to the sum of the row-parallel layers, so that the model's is their sum.
+layers of all stages numbered through. Rows of column-parallel layers and of vocabularies are joined, and columns of
+row-parallel layers; of anything else each rank has a copy. GPT-NeoX differs: up stands before gate; grouped queries are
+all queries, keys, values of a rank; with a parallel residual each rank adds a bias of its own to row-parallel layers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from isograd.errors import CheckpointError
 from isograd.integrations.checkpoints.dcp import MOST_ELEMENTS, OF_ZIPS, _dict, _Flat, _rebuilt, _Saved, _text, brief
-from isograd.integrations.checkpoints.deepspeed import ZeroTensor, by_rank, step_of
-from isograd.integrations.checkpoints.opcodes import PickledObject, RefusedOpcode
+from isograd.integrations.checkpoints.deepspeed import OPTIMIZER, ZeroTensor, by_rank, step_of
+from isograd.integrations.checkpoints.opcodes import RefusedOpcode
 from isograd.io.untrusted import FileError
 from isograd.models import TransformerConfig
 
@@ -44,7 +44,7 @@ RENAMED = (
 )  # fmt: skip
 BY_ROWS = re.compile(r"word_embeddings\.|output_layer\.|linear_qkv\.(weight|bias)|linear_fc1\.(weight|bias)")
 BY_COLUMNS, BIASES = ("linear_proj.weight", "linear_fc2.weight"), ("linear_proj.bias", "linear_fc2.bias")
-NO_WEIGHTS = ("_extra_state", "rotary_emb.inv_freq")
+BESIDE = ("_extra_state", "rotary_emb.inv_freq", "freqs_cis")  # stored beside weights, and no weights
 MOST_TENSORS = 1 << 20  # of a stage: tables that hold each other would have more
 # Arguments of Megatron-LM with which a model computes something else.
 REFUSED = ("rotary_interleaved", "apply_layernorm_1p", "expert_model_parallel_size")
@@ -95,7 +95,9 @@ class RankFolder:
             halves = [part.unflatten(0, (2, -1)) for part in parts]
             return torch.cat([half[n] for n in ((1, 0) if neox else (0, 1)) for half in halves])
         if "linear_qkv." in name and neox and (config.kv_heads or config.heads) != config.heads:
-            parts = [_by_groups(config, len(parts), part) for part in parts]
+            groups, width = (config.kv_heads or config.heads) // len(parts), config.features_per_head
+            each = (part.split([config.heads // len(parts) * width, *[groups * width] * 2]) for part in parts)
+            parts = [torch.cat([one.unflatten(0, (groups, -1)) for one in qkv], 1).flatten(0, 1) for qkv in each]
         if BY_ROWS.search(name) or name.endswith(BY_COLUMNS):
             return torch.cat(parts, 1 if name.endswith(BY_COLUMNS) else 0)
         if neox and name.endswith(BIASES) and config.parallel_residual:
@@ -108,19 +110,16 @@ class RankFolder:
 
 
 def trainer_of(place: Path) -> str | None:
-    """Whose files of model-parallel ranks a folder of one step has, if any."""
+    """Whose files a folder of one step has, if a reader here knows them: by their names, or by those of the tensors."""
     names = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
     if any(RANK.fullmatch(name) and (place / name).is_dir() for name in names):
         return "Megatron-LM"
-    first = next(filter(WHOLE.fullmatch, names), None)
-    try:
-        module = _Saved(place / first).table.get("module") if first else None
-        by_layer = any(map(LAYER.fullmatch, names))
-        return (
-            "GPT-NeoX" if by_layer or (module and any(map(SEQUENTIAL.fullmatch, map(_text, _dict(module))))) else None
-        )
-    except (RefusedOpcode, FileError, OSError, *OF_ZIPS):
-        return None  # the reader of ZeRO says what is wrong
+    sequential = any(map(LAYER.fullmatch, names))
+    for name in [] if sequential else filter(WHOLE.fullmatch, names):
+        with suppress(RefusedOpcode, FileError, OSError, *OF_ZIPS):  # the reader of ZeRO says what is wrong
+            module = _dict(_dict(_Saved(place / name).value).get("module"))
+            sequential |= "sequential.0.word_embeddings.weight" in module
+    return "GPT-NeoX" if sequential else "DeepSpeed" if any(map(OPTIMIZER.fullmatch, names)) else None
 
 
 def _megatron(place: Path) -> Iterator[list[Stage]]:
@@ -128,34 +127,31 @@ def _megatron(place: Path) -> Iterator[list[Stage]]:
     ranks = by_rank(place, RANK)
     for paths in ranks:
         saved = [_Saved(path / "model_optim_rng.pt") for path in paths]
-        first = saved[0].table
-        sizes = {"tensor_model_parallel_size": len(ranks), "pipeline_model_parallel_size": len(paths)}
-        _refuse_run(first.get("args"), sizes)
+        first = _dict(saved[0].value)
+        _refuse_run(first.get("args"), tensor_model_parallel_size=len(ranks), pipeline_model_parallel_size=len(paths))
         version = first.get("checkpoint_version", 0)
         if not isinstance(version, int | float) or version < 2:
             raise RefusedOpcode(f"checkpoint_version {brief(version)}: queries, keys and values stand in another order")
         chunks = [key for key in ("model", *(f"model{n}" for n in range(64))) if key in first]
-        yield [_flattened(one, one.table.get(key)) for key in chunks for one in saved]
+        yield [_flattened(one, _dict(one.value).get(key)) for key in chunks for one in saved]
 
 
 def _neox(place: Path) -> Iterator[list[Stage]]:
     """Of each tensor-parallel rank: the tensors of all its layers, as of one stage."""
     by_layer, whole = by_rank(place, LAYER), by_rank(place, WHOLE)
     if whole:
-        _refuse_run(_Saved(whole[0][0]).table.get("args"), {"model_parallel_size": len(by_layer or whole)})
+        _refuse_run(_dict(_Saved(whole[0][0]).value).get("args"), model_parallel_size=len(by_layer or whole))
     for paths in by_layer or whole:
-        layers = []
-        for path in paths:
-            saved, match = _Saved(path), LAYER.fullmatch(path.name)
-            table, before = (saved.table, f"sequential.{match['other']}.") if match else (saved.table.get("module"), "")
-            layers.append(_flattened(saved, table, before))
-        yield [chain.from_iterable(layers)]
+        saved = [(_Saved(path), LAYER.fullmatch(path.name)) for path in paths]
+        yield [chain.from_iterable(
+            _flattened(one, one.value, f"sequential.{match['other']}.") if match
+            else _flattened(one, _dict(one.value).get("module")) for one, match in saved
+        )]  # fmt: skip
 
 
-def _refuse_run(arguments: Any, sizes: Mapping[str, int]) -> None:
+def _refuse_run(arguments: Any, **sizes: int) -> None:
     """One whose files are not all there, or whose weights mean something else."""
-    said = arguments.state if isinstance(arguments, PickledObject) else arguments
-    said = said if isinstance(said, dict) else {}
+    said = next((held for held in (arguments, getattr(arguments, "state", None)) if isinstance(held, dict)), {})
     other = [f"{name} {brief(said[name])}" for name, size in sizes.items() if said.get(name, size) != size]
     other += [f"{n} {said[n]}" for n in REFUSED if isinstance(said.get(n), int) and said[n] > (said[n] is not True)]
     if other:
@@ -165,19 +161,16 @@ def _refuse_run(arguments: Any, sizes: Mapping[str, int]) -> None:
 def _numbered(stages: list[Stage]) -> dict[str, Shard]:
     """The tensors of a rank, the layers of all its stages numbered through."""
     found: dict[str, Shard] = {}
-    first = 0
     for stage in stages:
-        last = first
+        first = 1 + max((int(match[1]) for match in map(BLOCK.fullmatch, found) if match), default=-1)
         for saved, theirs, value in islice(stage, MOST_TENSORS):
             name = _renamed(theirs)
             if match := BLOCK.fullmatch(name):
                 name = f"decoder.layers.{first + int(match[1])}.{match[2]}"
-                last = max(last, first + int(match[1]) + 1)
             if name in found:
                 raise RefusedOpcode(f"{name[:80]!r} in two stages")
-            if not name.endswith(NO_WEIGHTS):
+            if not name.endswith(BESIDE):
                 found[name] = saved.flat(value), _rebuilt(value)[3]
-        first = last
     return found
 
 
@@ -193,9 +186,7 @@ def _flattened(saved: _Saved, table: Any, before: str = "", depth: int = 4) -> S
 
 def _renamed(name: str) -> str:
     """As Megatron-Core calls it."""
-    if match := SEQUENTIAL.fullmatch(
-        name
-    ):  # layer 0 embeds, 1 transposes; then blocks, another one, the norm, the head
+    if match := SEQUENTIAL.fullmatch(name):  # layer 0 embeds, 1 transposes; blocks, another one, the norm, the head
         head, _, leaf = match[2].partition(".")
         place = {"norm": "decoder.final_layernorm", "final_linear": "output_layer"}.get(head)
         place = place or (f"decoder.layers.{int(match[1]) - 2}.{head}" if int(match[1]) else f"embedding.{head}")
@@ -203,10 +194,3 @@ def _renamed(name: str) -> str:
     for theirs, ours in RENAMED:
         name = re.sub(theirs, ours, name)
     return name
-
-
-def _by_groups(config: TransformerConfig, ranks: int, part: Tensor) -> Tensor:
-    """A rank's queries, keys and values as Megatron-Core has them: for each head of keys its queries, key and value."""
-    groups, width = (config.kv_heads or config.heads) // ranks, config.features_per_head
-    each = part.split([config.heads // ranks * width, groups * width, groups * width])
-    return torch.cat([one.unflatten(0, (groups, -1)) for one in each], 1).flatten(0, 1)
