@@ -1,32 +1,38 @@
-"""Loops that users of other libraries have, each under the library's own parallelism and under isograd's integration.
+"""Loops of other libraries' users, each under the library's own parallelism and under isograd's integration.
 
-    python -m benchmarks.integrations                   # 2 ranks, a Llama of 20 M parameters, about two minutes
-    python -m benchmarks.integrations --only "*tp" --rounds 9
+    python -m benchmarks.integrations                   # 2 ranks, a Llama of 20 M parameters, a few minutes
+    python -m benchmarks.integrations --only "one process" "*tp" --rounds 9
 
-The same loop of accelerate (prepare, backward, step, zero_grad), the same stored Llama, the same layout: accelerate's
-FSDP2 against zero3 on two data ranks, transformers' own tp against tp, DeepSpeed's Ulysses under DDP against cp. An "own
-loop" has `ig.Engine` and no library around it: the lines below the table are what an integration costs over it, and
-over the peer. accelerate turns FSDP on for GPUs alone, so that here its state is told what it would have set there.
-The columns are those of benchmarks.data_parallel.
+One stored Llama and one layout for each pair: accelerate's FSDP2 and `zero3` on two data ranks, transformers' own tp
+and `tp`, DeepSpeed's Ulysses for transformers (which is what accelerate's `sp_size` runs) and `cp ulysses zero1`. Ours
+are in accelerate's loop: prepare, backward, step, zero_grad. An "own loop" has `ig.Engine` and no library around it; a
+second table has what the integration costs over it, and over the peer. accelerate turns FSDP on for GPUs alone, and so
+its state is told here what it sets there. DeepSpeed races where it is installed. The columns are those of
+benchmarks.data_parallel.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 
 import isograd as ig
 from benchmarks import report
 from benchmarks.contestant import Contestant, Entry, adamw, nothing
-from benchmarks.data_peers import gather_twice
+from benchmarks.data_peers import HAS_DEEPSPEED, DeepSpeed, gather_twice
 from benchmarks.hugging import StoredSizes, Theirs, called, store
 from benchmarks.ours import Isograd
 from benchmarks.sequence_peers import ulysses_bytes
@@ -37,6 +43,19 @@ from benchmarks.tensor_peers import stream_bytes
 def given(batch: Batch) -> dict[str, Any]:
     """As a model of transformers takes it, which shifts labels by itself."""
     return {"input_ids": batch.tokens, "labels": F.pad(batch.labels[:, :-1], (1, 0), value=IGNORE)}
+
+
+PLAIN: dict[str, Any] = {}  # transformers' attention, which DeepSpeed replaces: the miniature's is taken out again
+
+
+def loaded(sizes: StoredSizes) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(sizes.folder, dtype=torch.float32).train()
+    model.config.use_cache = False
+    return model
 
 
 class Whole(Theirs):
@@ -65,6 +84,44 @@ class OwnLoop(Isograd):
         yield from ((called(name), gradient) for name, gradient in self.engine.grads().items())
 
 
+class Ulysses(DeepSpeed):
+    """DeepSpeed's loop for transformers: sequences are dealt out, and each rank's loss weighs its labels."""
+
+    def __init__(self, sizes: StoredSizes, rank: int, world: int) -> None:
+        import deepspeed
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        self.rank, self.world = rank, world
+        deepspeed.init_distributed("gloo", verbose=False)
+        model = loaded(sizes)
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = PLAIN.setdefault("sdpa", ALL_ATTENTION_FUNCTIONS["sdpa"])
+        mpu = UlyssesSPAttentionHF.register_with_transformers(
+            model, core_attn_implementation="sdpa", sequence_parallel_size=world, micro_batch_size=sizes.batch,
+        )  # fmt: skip
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": sizes.batch, "train_batch_size": sizes.batch,
+            "sequence_parallel_size": world, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True,
+        }  # fmt: skip
+        parts = {"model": model, "optimizer": adamw(model.parameters()), "config": config, "mpu": mpu}
+        self.engine = deepspeed.initialize(**parts)[0]
+
+    def backward(self, batch: Batch) -> None:
+        labels = F.pad(batch.labels[:, :-1], (0, 1), value=IGNORE)
+        places = torch.arange(labels.shape[1]).expand_as(labels)
+        tokens, places, labels = (
+            t.chunk(self.world, 1)[self.rank].contiguous() for t in (batch.tokens, places, labels)
+        )
+        logits = self.engine(input_ids=tokens, position_ids=places).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        count = (labels != IGNORE).sum()
+        dist.all_reduce(count)
+        self.engine.backward(torch.stack(all_gather(loss)).sum() / count)
+
+    def grads(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((called(name), gradient) for name, gradient in super().grads())
+
+
 class Loop(Contestant):
     """accelerate's loop; a rank is given its rows, as a prepared loader does."""
 
@@ -72,7 +129,6 @@ class Loop(Contestant):
         """layout: of isograd; None: accelerate's FSDP2."""
         import accelerate
         from accelerate.state import AcceleratorState, GradientState, PartialState
-        from transformers import AutoModelForCausalLM
 
         told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 1}
         os.environ |= {name: str(value) for name, value in told.items()}  # the world is there already
@@ -80,8 +136,7 @@ class Loop(Contestant):
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         PartialState._reset_state()
-        model = AutoModelForCausalLM.from_pretrained(sizes.folder, dtype=torch.float32).train()
-        model.config.use_cache = False
+        model = loaded(sizes)
         if layout is None:
             from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -123,9 +178,31 @@ ENTRIES = [
     Entry("transformers tp", partial(Whole, cut=True), stream_bytes),
     Entry("own loop tp", partial(OwnLoop, layout="tpW"), stream_bytes),
     Entry("isograd accelerate tp", partial(Loop, layout="tpW"), stream_bytes, peers=("transformers tp",)),
+    *([Entry("DeepSpeed Ulysses", Ulysses, ulysses_bytes)] if HAS_DEEPSPEED else []),
     Entry("own loop cp", partial(OwnLoop, layout="cpW ulysses zero1"), ulysses_bytes),
-    Entry("isograd accelerate cp", partial(Loop, layout="cpW ulysses zero1"), ulysses_bytes),
+    Entry(
+        "isograd accelerate cp", partial(Loop, layout="cpW ulysses zero1"), ulysses_bytes, peers=("DeepSpeed Ulysses",)
+    ),
 ]
+
+
+def costs(rows: list[dict[str, Any]]) -> None:
+    """What the integration costs, as medians of ratios between turns of the same round: step, CPU, and peak memory."""
+    named = {row["name"]: row for row in rows}
+    table = Table(
+        "integration", "over", "step", "CPU", "peak", title="at most 1.00 of a peer, 1.03 of an own loop's CPU"
+    )
+    for kind in ("zero3", "tp", "cp"):
+        mine = named.get(f"isograd accelerate {kind}")
+        for other in [named.get(f"own loop {kind}"), named.get(mine["peer"])] if mine else []:
+            if other:
+                ratios = (
+                    statistics.median(a / b for a, b in zip(mine[key], other[key], strict=True))
+                    for key in ("rounds_s", "rounds_cpu_s")
+                )
+                peak = mine["peak_bytes"] / other["peak_bytes"]
+                table.add_row(mine["name"], other["name"], *(f"{ratio:.3f}" for ratio in (*ratios, peak)))
+    Console().print(table)
 
 
 def main() -> None:
@@ -133,7 +210,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sizes = StoredSizes(batch=chosen.batch, folder=folder).for_ranks(chosen.ranks)
         store(sizes)  # type: ignore[arg-type]
-        report.contest("integrations", report.chosen_of([ONE, *ENTRIES], chosen.only), sizes, chosen, [], reference=ONE)
+        entries = report.chosen_of([ONE, *ENTRIES], chosen.only)
+        costs(report.contest("integrations", entries, sizes, chosen, [], reference=ONE))
 
 
 if __name__ == "__main__":

@@ -79,8 +79,8 @@ def contest(
     chosen: argparse.Namespace,
     notes: Sequence[str],
     reference: Entry = ONE,
-) -> None:
-    """One race of one size: run, shown and written down."""
+) -> list[dict[str, Any]]:
+    """One race of one size: run, shown and written down. Its rows."""
     ranks = f"{chosen.ranks} gloo ranks with one thread each" if chosen.ranks > 1 else "one thread"
     title = (
         f"{name.replace('_', ' ')}: {ranks}, {sizes.parameters() / 1e6:.1f} M "
@@ -109,6 +109,7 @@ def contest(
         chart(rows, title, stem.with_suffix(".png"))
         written.append(stem.with_suffix(".png"))
     print("written:", *(path.relative_to(OUT.parent.parent) for path in written))
+    return rows
 
 
 def row(result: Result, sizes: Sizes, ranks: int) -> dict[str, Any]:
