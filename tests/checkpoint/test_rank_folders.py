@@ -33,6 +33,7 @@ from isograd.integrations.checkpoints.foreign import import_dcp
 from isograd.integrations.checkpoints.model_parallel import RankFolder
 from isograd.io.safetensors_reader import SafetensorsReader
 from isograd.models import Transformer, TransformerConfig
+from tests.checkpoint import test_dcp
 from tests.checkpoint.test_zero_folders import zero_folder
 
 Tensors = dict[str, Tensor]
@@ -294,6 +295,14 @@ def test_files_of_neox_are_read_bit_for_bit(
     assert main(["ckpt", "import", *words]) == 0
     assert "read: names of GPT-NeoX" in capsys.readouterr().out
     same(tmp_path / "out", truth)
+
+
+def test_megatrons_tracker_names_a_step_in_the_newer_format_too(tmp_path: Path) -> None:
+    hf = test_dcp.theirs()
+    test_dcp.kept(tmp_path / "megatron" / "iter_0000007", test_dcp.megatron(hf, True))
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("7\n")
+    import_dcp(tmp_path / "megatron", tmp_path / "out", config=test_dcp.config_in(tmp_path / "model"))
+    same(tmp_path / "out", hf)
 
 
 def test_norms_of_neox_that_drifted_apart_are_their_mean(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="PLACE", help=PLACE)
     parser.add_argument("--adapters", action="store_true", help="write the adapters (LoRA) alone, as a folder of peft")
     parser.add_argument("--ema", action="store_true", help="write the averages of the weights, in fp32 (config: ema)")
-    parser.add_argument("--config", metavar="DIR", help="of a folder of DeepSpeed or DCP: one with its config.json")
+    parser.add_argument("--config", metavar="DIR", help="of another trainer's folder: one with its config.json")
     parser.add_argument("--gguf", choices=("f32", "f16", "q8_0"), help="also write a GGUF file, for llama.cpp")
     parser.add_argument(
         "--push-to-hub", metavar="OWNER/NAME", help="also send it to the Hugging Face hub, private there"
