@@ -45,7 +45,7 @@ def given(batch: Batch) -> dict[str, Any]:
     return {"input_ids": batch.tokens, "labels": F.pad(batch.labels[:, :-1], (1, 0), value=IGNORE)}
 
 
-PLAIN: dict[str, Any] = {}  # transformers' attention, which DeepSpeed replaces: the miniature's is taken out again
+PLAIN: dict[str, Any] = {}  # transformers' attention, which DeepSpeed replaces
 
 
 def loaded(sizes: StoredSizes) -> Any:
@@ -89,12 +89,15 @@ class Ulysses(DeepSpeed):
 
     def __init__(self, sizes: StoredSizes, rank: int, world: int) -> None:
         import deepspeed
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp as groups
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self.rank, self.world = rank, world
         deepspeed.init_distributed("gloo", verbose=False)
         model = loaded(sizes)
+        # The miniature's attention and groups are taken out again.
+        groups._SEQUENCE_PARALLEL_GROUP = groups._SEQUENCE_DATA_PARALLEL_GROUP = None
         ALL_ATTENTION_FUNCTIONS["sdpa"] = PLAIN.setdefault("sdpa", ALL_ATTENTION_FUNCTIONS["sdpa"])
         mpu = UlyssesSPAttentionHF.register_with_transformers(
             model, core_attn_implementation="sdpa", sequence_parallel_size=world, micro_batch_size=sizes.batch,
