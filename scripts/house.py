@@ -61,14 +61,14 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_600,
+    "isograd, lines": 51_900,
     "isograd-verify, lines": 17_272,
-    "comm + engine, lines": 9_509,
+    "comm + engine, lines": 9_507,
     "arrows between packages": 133,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,
-    "reassigned fields of engine, comm, losses": 94,
+    "reassigned fields of engine, comm, losses": 57,
     "public class names defined twice": 0,
     "identifiers that are no names": 0,
 }
