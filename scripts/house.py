@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_900,
+    "isograd, lines": 51_970,
     "isograd-verify, lines": 17_272,
-    "comm + engine, lines": 9_507,
+    "comm + engine, lines": 9_521,
     "arrows between packages": 133,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,75 @@ def test_manual_backwards_have_weights_of_their_own(tmp_path: Path) -> None:
         optimizer.zero_grad()
     for name, value in model.state_dict().items():
         assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
+
+
+class Gan(lightning.LightningModule):
+    """Lightning's own example of manual optimization. zeroes: when gradients are; "toggled": by toggle_optimizer."""
+
+    def __init__(self, zeroes: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)).double()
+        self.discriminator = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.automatic_optimization, self.zeroes = False, zeroes
+
+    def losses(self, values: Tensor) -> Iterator[Tensor]:
+        """Of the discriminator, then of the generator: each is asked for behind the step of the one before."""
+        made = self.generator(values.flatten(0, 1))
+        real, fake = self.discriminator(values.flatten(0, 1).sin()), self.discriminator(made.detach())
+        yield F.softplus(-real).mean() + F.softplus(fake).mean()
+        if self.zeroes == "toggled":  # it was frozen above
+            made = self.generator(values.flatten(0, 1))
+        yield F.softplus(-self.discriminator(made)).mean()
+
+    def training_step(self, batch: Any, number: int) -> None:
+        optimizers = dict(zip(("discriminator", "generator"), self.optimizers(), strict=True))
+        values, losses = batch[0], self.losses(batch[0])
+        for name, optimizer in optimizers.items():
+            if self.zeroes == "toggled":
+                self.toggle_optimizer(optimizer)
+            loss = next(losses)
+            if self.zeroes == "before each":
+                optimizer.zero_grad()
+            self.manual_backward(loss, weight=len(values))
+            optimizer.step()
+            if self.zeroes == "toggled":
+                self.untoggle_optimizer(optimizer)
+            if self.zeroes == "behind both" and name == "generator":
+                for one in optimizers.values():
+                    one.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), lr=0.05) for part in (self.discriminator, self.generator)]
+
+
+GAN = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": -1, "max_epochs": 1}
+
+
+def gans(cases: list[tuple[str, str]], folder: str) -> list[dict[str, Tensor]]:
+    found = []
+    for zeroes, layout in cases:
+        trainer, state = fit(layout, True, folder, module=Gan(zeroes), **GAN)
+        trainer.save_checkpoint(f"{folder}/gan.ckpt")
+        found += [state, fit(layout, True, folder, module=Gan(zeroes), resume=f"{folder}/gan.ckpt", **GAN)[1]]
+    return found
+
+
+def test_a_gan_of_two_optimizers_trains_as_one_device(worlds, tmp_path: Path) -> None:
+    model = Gan("before each")
+    optimizers = model.configure_optimizers()
+    for step in range(STEPS * MICROS // 2):
+        values = torch.cat([micro(2 * step + rank)[0] for rank in range(2)])
+        for optimizer, loss in zip(optimizers, model.losses(values), strict=False):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    cases = [("before each", f"dp2 zero{z}") for z in range(4)]
+    cases += [("behind both", "dp2 zero1"), ("toggled", "dp2 zero1"), ("toggled", "dp2 zero3")]
+    for each in worlds(2).run(gans, cases, str(tmp_path)):
+        for number, found in enumerate(each):
+            for name, value in model.state_dict().items():
+                assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), (cases[number // 2], name)
 
 
 def test_a_step_whose_losses_have_weights_here_and_none_there_is_refused(tmp_path: Path) -> None:

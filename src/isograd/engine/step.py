@@ -181,13 +181,14 @@ class StepState:
         if not nothing or self.units is not None:  # at ZeRO 3 the other ranks gather parameters with this one
             on_card = isinstance(weight, Tensor) and weight.device.type != "cpu"
             self._seeded(loss, count, last=last, discard=nothing, counts=not on_card and bool(weight))
-        self.add_weight(count)
-        self.now.losses.append(weighted(loss.detach().double().reshape(()), count))
+        self.add_weight(count, loss)
         return not nothing
 
-    def add_weight(self, weight: Tensor | float) -> None:
-        """Of a backward."""
+    def add_weight(self, weight: Tensor | float, loss: Tensor | None = None) -> None:
+        """Of a backward, and its loss where that is not told by others."""
         self.now = replace(self.now, weight=self.now.weight + weight)
+        if loss is not None:
+            self.now.losses.append(weighted(loss.detach().double().reshape(()), torch.as_tensor(weight)))
 
     def begin_terms(self, weights: TermWeights) -> None:
         """All ranks have agreed on the weights of the step's terms."""
@@ -260,12 +261,23 @@ class StepState:
         self.must_be(State.BACKWARD)
         if not roots:
             return
-        run = _Run(last and self.phase.when is not ReduceWhen.STEP, discard, **of_half)
+        with self._running(_Run(last and self.phase.when is not ReduceWhen.STEP, discard, **of_half)):
+            torch.autograd.backward(roots, seeds)
+
+    @contextmanager
+    def beside(self, loss: Tensor, weight: Tensor | float) -> Iterator[None]:
+        """Another engine's backward in here, of a loss that reaches these parameters, is this step's, too."""
+        with self._running(_Run(reduces=False, discard=validation.adds_nothing(loss, weight, self.mesh))):
+            yield
+        self.add_weight(number_on(loss.device, weight), loss)
+
+    @contextmanager
+    def _running(self, run: _Run) -> Iterator[None]:
         if self.units is not None:
             self.units.begin_backward(self._on_block_done if run.reduces else None)
         try:
             self.phase = replace(self.phase, run=run)
-            torch.autograd.backward(roots, seeds)
+            yield
         finally:
             self.phase = replace(self.phase, run=None)
             if self.units is not None:  # it tells the other ranks when an exception is on its way

@@ -1,6 +1,7 @@
 """Lightning on the engine: `Trainer(strategy=ig.integrations.LightningStrategy("dp4 zero3"))`, or strategy="isograd".
 
-The engine is made when fit sets up, from the one optimizer of configure_optimizers. docs/integrations/lightning.md.
+The engine is made when fit sets up, from the one optimizer of configure_optimizers. In manual optimization each of
+several optimizers, as of a GAN, has an engine of its own. docs/integrations/lightning.md.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from isograd.core.attributes import set_attributes
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
 from isograd.integrations.optimizer import EngineOptimizer, full_parameters, load_state, on_shards, save_state
@@ -57,8 +60,20 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     @property
     def engine(self) -> Engine | None:
         """The engine, from the moment that fit has set up."""
-        own = [one for one in self.optimizers if isinstance(one, EngineOptimizer)]
-        return own[0].engine if own else None
+        return next(iter(self.engines.values()), None)
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """By the member of the module that each trains; "" where one trains all of it."""
+        own = [one.engine for one in self.optimizers if isinstance(one, EngineOptimizer)]
+        names = {member: name for name, member in self.lightning_module.named_modules()} if own else {}
+        return {names[engine.model]: engine for engine in own}
+
+    def _full_parameters(self) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        for engine in self.engines.values():
+            stack.enter_context(full_parameters(engine))
+        return stack
 
     def model_to_device(self) -> None:
         """Lightning's. At zero3 the engine fills a model of `ig.hf.load`, which has no values before."""
@@ -70,14 +85,13 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     def connect(self, model: Any) -> None:
         """Lightning's, before it meets the other ranks: they may still be in the step in which a fit ended here."""
-        left = _left.pop(model, None)
-        if left is not None:
+        for left in _left.pop(model, ()):
             left.discard()
         super().connect(model)
 
     def setup(self, trainer: Any) -> None:
         """Lightning's. Behind a fit at ZeRO 3 a module that is looked at or validated is whole for it."""
-        with nullcontext() if trainer.training else full_parameters(self.engine):
+        with nullcontext() if trainer.training else self._full_parameters():
             super().setup(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -91,7 +105,10 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         plain = lightning.LightningModule.configure_gradient_clipping
         refuse(
             {
-                f"{len(self.optimizers)} optimizers": len(self.optimizers) != 1,
+                f"{len(self.optimizers)} optimizers": len(self.optimizers) != 1
+                and (module.automatic_optimization or model is not module or not self.optimizers),
+                "several optimizers of fp16": len(self.optimizers) > 1
+                and any(parameter.dtype == torch.float16 for parameter in module.parameters()),
                 f"options of DDP: {self._ddp_kwargs}": self._ddp_kwargs,
                 "manual optimization with pp": mesh.size("pp") > 1 and not module.automatic_optimization,
                 "a communication hook": self._ddp_comm_hook or self._model_averaging_period,
@@ -103,27 +120,31 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
                 "configure_gradient_clipping": type(module).configure_gradient_clipping is not plain,
             },
             "this fit reduces, scales or clips gradients by itself",
-            "one optimizer of what trains in the whole fit; gradient_clip_val=... clips by the norm; averages: zero2",
+            "one optimizer of what trains in the whole fit, or in manual optimization under dp one for each member; "
+            "gradient_clip_val=... clips by the norm; averages: zero2",
             mesh,
         )
-        self._cut_models.follow(self.optimizers[0])
-        optimizer = on_shards(self.optimizers[0], module, mesh)
         if mesh.size("pp") > 1:  # the module's forward is not called in a step: the engine finds the stages here
             module.chunks, module.refuse_micro = model.chunks, model.refuse_micro
-        engine = Engine(module, mesh, optimizer, clip=trainer.gradient_clip_val or None, elementwise=self._elementwise)
-        name_failed_rank_in_forward(engine)
-        self.optimizers = [EngineOptimizer(engine)]
+        clip, made = trainer.gradient_clip_val or None, []
+        for given in self.optimizers:
+            self._cut_models.follow(given)
+            part = module if len(self.optimizers) == 1 else _member_of(module, given, mesh)
+            made.append(Engine(part, mesh, on_shards(given, part, mesh), clip=clip, elementwise=self._elementwise))
+            name_failed_rank_in_forward(made[-1])
+        self.optimizers = [EngineOptimizer(engine) for engine in made]
         self._loop = FailureReport(mesh)
         self._loop.begin()
 
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's, of any exception that ends the fit. One of a lost connection names the rank that has ended."""
         super().on_exception(exception)
-        engine = self.engine
-        over = engine is not None and self.lightning_module.trainer.fit_loop.done  # no rank waits in a step
-        if engine is not None and not engine.step_state.already_discarded and not over:
-            engine.step_state.fail(exception)
-            _left[self.lightning_module] = engine
+        engines = list(self.engines.values())
+        over = bool(engines) and self.lightning_module.trainer.fit_loop.done  # no rank waits in a step
+        if engines and not over and not any(engine.step_state.already_discarded for engine in engines):
+            for engine in engines:
+                engine.step_state.fail(exception)
+            _left[self.lightning_module] = engines
         if self._loop is not None:
             if (found := failed_rank_error(exception, self._loop.mesh)) is not None:
                 raise found from exception
@@ -144,7 +165,14 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's; notes the weight of the loss."""
         self._weight, self._rows = None, rows_in((args, kwargs))
-        output = super().training_step(*args, **kwargs)
+        module = self.lightning_module
+        if len(self.optimizers) > 1:
+            module.toggle_optimizer, module.untoggle_optimizer = self._toggle, lambda _: self._toggle(None)
+        try:
+            output = super().training_step(*args, **kwargs)
+        finally:
+            if len(self.optimizers) > 1:  # its class's own again
+                del module.toggle_optimizer, module.untoggle_optimizer
         said = output if isinstance(output, Mapping) else {"loss": output}
         if self.lightning_module.automatic_optimization and said.get("loss") is not None:
             line = "training_step: return self.model(**batch).loss"
@@ -170,16 +198,39 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         closure_loss = precision.pre_backward(closure_loss, module)
         divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
         engine = self._engine_of("backward")
-        with nullcontext() if self._syncing else engine.no_sync():
+        with ExitStack() as stack:
+            if not self._syncing:
+                stack.enter_context(engine.no_sync())
             loss = closure_loss * divided if divided > 1 else closure_loss
             if module.automatic_optimization:
                 weight = self._weight
             else:  # manual_backward comes before training_step returns
                 weight = self._labels_of(closure_loss, weight, "self.manual_backward(self.model(**batch).loss)")
             weighs = self._label_counter.weight_of(closure_loss, weight, engine, self._rows or 0)
+            if len(self.optimizers) > 1:
+                loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+                engine = self._enter_others(stack, loss, weighs)
             if self.mesh.size("pp") == 1:  # else at the step
                 engine.backward(loss, weighs)
         return precision.post_backward(closure_loss, module)  # type: ignore[no-any-return]
+
+    def _enter_others(self, stack: ExitStack, loss: Tensor, weight: float | Tensor) -> Engine:
+        """The engine of what a loss reaches. Of each other such engine the backward is one, too: as in torch, gradients
+        add up until `zero_grad`, unless `toggle_optimizer` has frozen the parameters."""
+        reached = _reached_by(loss)
+        engines = [e for e in self.engines.values() if any(id(slot.parameter) in reached for slot in e.plan.slots)]
+        for engine in engines if len(engines) > 1 else ():
+            stack.enter_context(engine.no_sync())
+        for engine in engines[1:]:
+            step_state = stack.enter_context(engine.backward_context())
+            stack.enter_context(step_state.beside(loss, weight))
+        return engines[0] if engines else self._engine_of("backward")
+
+    def _toggle(self, optimizer: Any) -> None:
+        """Lightning's `toggle_optimizer` freezes what the others step, which here are rows of the parameters."""
+        for engine in self.engines.values():
+            for slot in engine.plan.slots:
+                slot.parameter.requires_grad_(optimizer is None or engine is optimizer.engine)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Backwards in here add up on this rank."""
@@ -207,12 +258,12 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole parameters, at every stage; all ranks come here."""
-        with full_parameters(self.engine):
+        with self._full_parameters():
             return whole_state(super().lightning_module_state_dict(), self.lightning_module, self.mesh)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning's, at every stage."""
-        with full_parameters(self.engine):
+        with self._full_parameters():
             state = part_of_state(checkpoint["state_dict"], self.lightning_module, self.mesh)
             super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
 
@@ -223,8 +274,10 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Lightning's file; and beside it, unless only weights are wanted, the engine's state."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if "optimizer_states" in checkpoint and self.engine is not None:
-            save_state(self.engine, state_folder(filepath), max(1, checkpoint["global_step"]))
+        for name, engine in self.engines.items() if "optimizer_states" in checkpoint else ():
+            if name and not engine.step_state.empty:  # a generator's loss has left gradients in its discriminator
+                engine.discard()
+            save_state(engine, state_folder(filepath, name), max(1, checkpoint["global_step"]))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's."""
@@ -233,10 +286,11 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """From the folder beside the file, under any layout."""
-        engine = self._engine_of("load_optimizer_state_dict")
+        self._engine_of("load_optimizer_state_dict")
         assert self._loaded_from is not None
         fix = "start a new fit from its weights: load_from_checkpoint, and fit without ckpt_path"
-        load_state(engine, state_folder(self._loaded_from), self._loaded_from.name, fix)
+        for name, engine in self.engines.items():
+            load_state(engine, state_folder(self._loaded_from, name), self._loaded_from.name, fix)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Lightning's, and the folder beside the file."""
@@ -245,7 +299,29 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
             shutil.rmtree(state_folder(filepath), ignore_errors=True)
 
 
-_left: WeakKeyDictionary[Any, Engine] = WeakKeyDictionary()  # by module: of a fit that an exception ended in a step
+_left: WeakKeyDictionary[Any, list[Engine]] = WeakKeyDictionary()  # by module: of a fit that ended within a step
+
+
+def _member_of(module: Any, optimizer: Any, mesh: Mesh) -> Any:
+    """The member of the module whose parameters the optimizer has."""
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for name, member in module.named_modules():
+        if name and own == {parameter for parameter in member.parameters() if parameter.requires_grad}:
+            return member
+    named = [name for name, parameter in module.named_parameters() if parameter in own][:8]
+    raise IntegrationError("IG851", seen=f"one of several optimizers, of {named}", where=mesh.describe_rank())
+
+
+def _reached_by(loss: Tensor) -> set[int]:
+    """The ids of the parameters that a backward of this loss gives a gradient."""
+    found, seen, nodes = set[int](), set[Any](), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            nodes += [following for following, _ in node.next_functions]
+    return found
 
 
 def _has(trainer: Any, *names: str) -> bool:
@@ -253,9 +329,9 @@ def _has(trainer: Any, *names: str) -> bool:
     return any(kind.__name__ in names for one in trainer.callbacks for kind in type(one).__mro__)
 
 
-def state_folder(filepath: Any) -> Path:
-    """The folder of the engine's state, of a checkpoint's file."""
-    return Path(f"{filepath}.isograd")
+def state_folder(filepath: Any, name: str = "") -> Path:
+    """The folder of an engine's state, of a checkpoint's file."""
+    return Path(f"{filepath}.isograd", name)
 
 
 if NAME not in StrategyRegistry:

@@ -55,7 +55,10 @@ class LabelCounter:
     def __init__(self, model: nn.Module, call: str, mesh: Mesh) -> None:
         """call: what was called without weight=, for the line by which rank 0 says so once."""
         self._call, self._mesh, self._speaks = call, mesh, mesh.rank == 0
-        self._step, self._weighed = -1, False  # whether losses of that step have weights: others count other things
+        self._step, self._weighed = (
+            (0, -1),
+            False,
+        )  # whether losses of that step have weights: others count other things
         self._rows = 0
         self._loss: Tensor | None = None  # made by the model's last forward
         self._labels: Tensor | None = None
@@ -78,7 +81,7 @@ class LabelCounter:
         where they are not those of the forward."""
         if given is None:
             given = self.labels_of(loss)
-        step, weighed = engine.step_state.ended, given is not None
+        step, weighed = (id(engine), engine.step_state.ended), given is not None
         if step == self._step and weighed != self._weighed:
             seen = "a loss with a weight, and one without, in one step"
             raise EngineError("IG535", seen=seen, where=self._mesh.describe_rank())
