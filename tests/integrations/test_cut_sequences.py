@@ -380,6 +380,18 @@ def refused() -> dict[str, str]:
     return said
 
 
+def gathered(_: int) -> Tensor:
+    with as_torchrun_starts_it():
+        from isograd.integrations.shared_rows import gather_data_ranks
+
+        return gather_data_ranks(torch.ones(2, requires_grad=True).unbind()[0], ig.Mesh("dp2")).detach()
+
+
+def test_a_loss_with_a_graph_is_gathered_from_data_ranks(worlds) -> None:
+    for found in worlds(2).run(gathered, 0):
+        assert torch.equal(found, torch.ones(2))
+
+
 def test_what_would_shift_labels_of_a_part_is_refused_by_name(worlds) -> None:
     for rank, said in enumerate(worlds(2).run(refused)):
         assert said.pop("unlike") == f"IG440 ['lm_head.weight'] of rank {1 - rank} are not those of rank {rank}"

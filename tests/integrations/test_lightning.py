@@ -332,6 +332,19 @@ def test_a_gan_of_two_optimizers_trains_as_one_device(worlds, tmp_path: Path) ->
                 assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), (cases[number // 2], name)
 
 
+def test_manual_optimization_clips_in_the_step(tmp_path: Path) -> None:
+    class Clips(Manual):
+        def manual_backward(self, loss: Tensor, **given: Any) -> None:
+            super().manual_backward(loss, **given)
+            self.clip_gradients(self.optimizers(), gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+
+    given = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 1}
+    _, found = fit("zero1", True, str(tmp_path), module=Clips(True), **given)
+    before = Net(True).state_dict()
+    moved = torch.cat([(found[name] - value).flatten() for name, value in before.items()]).norm()
+    assert float(moved) == pytest.approx(0.01 * 0.05, rel=1e-3)  # the clipped norm, times the rate
+
+
 def test_a_step_whose_losses_have_weights_here_and_none_there_is_refused(tmp_path: Path) -> None:
     class Mixed(Net):
         def training_step(self, batch: Any, number: int) -> Any:

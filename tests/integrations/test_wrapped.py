@@ -56,3 +56,13 @@ def by_fabric(_: str) -> None:
 def test_a_wrapped_model_is_refused_at_every_integration(integration: Callable[[str], Any], tmp_path: Path) -> None:
     with as_torchrun_starts_it(), pytest.raises(ig.IsogradError, match="IG557"):
         integration(str(tmp_path))
+
+
+def test_a_layer_that_parallelize_module_has_cut_is_refused() -> None:
+    class DTensor(nn.Parameter):
+        pass
+
+    model = nn.Linear(2, 2)
+    model.weight = DTensor(torch.ones(2, 2))
+    with pytest.raises(ig.IsogradError, match="IG557"):
+        ig.Engine(model, ig.Mesh("dp1"), torch.optim.SGD)

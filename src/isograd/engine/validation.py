@@ -47,8 +47,8 @@ def check_arguments(model: Any, mesh: Any, optimizer: Any) -> None:
 
 def refuse_wrapped(model: nn.Module, mesh: Mesh) -> None:
     """Another library that reduces gradients as well would count them twice."""
-    for name, module in model.named_modules():
-        kinds = [kind for kind in type(module).__mro__ if kind.__name__ in WRAPPERS]
+    for name, m in model.named_modules():
+        kinds = [k for p in (m, *m.parameters(False)) for k in type(p).__mro__ if k.__name__ in (*WRAPPERS, "DTensor")]
         if kinds:
             seen = f"{kinds[0].__module__}.{kinds[0].__qualname__}" + (f" at {name!r}" if name else "")
             raise EngineError("IG557", seen=seen, where=mesh.describe_rank())

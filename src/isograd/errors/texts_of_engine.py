@@ -205,7 +205,7 @@ IG556: the optimizer of an Engine was stepped by hand
   expected: engine.step(), which sums the gradients of all ranks, clips and steps
 IG557: the model is wrapped in something that reduces gradients itself
   expected: the bare module: an engine reduces, shards and gathers for itself
-  fix:      give the module inside: model.module for DDP; for FSDP do not call fully_shard, take zero3
+  fix:      give the module inside: model.module for DDP; no fully_shard: take zero3; no parallelize_module: take tp
 IG558: the step was discarded by another rank
   seen:     engine.discard() on ranks {ranks}, engine.step() or engine.grads() here
   expected: all ranks to discard a step, or none

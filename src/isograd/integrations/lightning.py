@@ -21,7 +21,14 @@ from isograd.core.attributes import set_attributes
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import IntegrationError
-from isograd.integrations.optimizer import EngineOptimizer, full_parameters, load_state, on_shards, save_state
+from isograd.integrations.optimizer import (
+    EngineOptimizer,
+    TrainedModule,
+    full_parameters,
+    load_state,
+    on_shards,
+    save_state,
+)
 from isograd.integrations.shared_rows import CutStrategy, part_of_state, whole_state
 from isograd.integrations.weights import LabelCounter, rows_in
 from isograd.integrations.world import FailureReport, failed_rank_error, name_failed_rank_in_forward, refuse
@@ -126,13 +133,17 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         )
         if mesh.size("pp") > 1:  # the module's forward is not called in a step: the engine finds the stages here
             module.chunks, module.refuse_micro = model.chunks, model.refuse_micro
-        clip, made = trainer.gradient_clip_val or None, []
+        clip, made = trainer.gradient_clip_val or None, dict[Engine, TrainedModule]()
         for given in self.optimizers:
             self._cut_models.follow(given)
             part = module if len(self.optimizers) == 1 else _member_of(module, given, mesh)
-            made.append(Engine(part, mesh, on_shards(given, part, mesh), clip=clip, elementwise=self._elementwise))
-            name_failed_rank_in_forward(made[-1])
+            engine = Engine(part, mesh, on_shards(given, part, mesh), clip=clip, elementwise=self._elementwise)
+            name_failed_rank_in_forward(engine)
+            made[engine] = TrainedModule(part, self._label_counter, engine)
         self.optimizers = [EngineOptimizer(engine) for engine in made]
+        if not module.automatic_optimization:  # module.clip_gradients asks before each step
+            self.optimizers = [EngineOptimizer(engine, one.stepped, one.zeroed) for engine, one in made.items()]
+            self.precision_plugin.clip_grad_by_norm = lambda asked, clip_val: made[asked.engine].clips(clip_val)
         self._loop = FailureReport(mesh)
         self._loop.begin()
 

@@ -182,7 +182,7 @@ def gather_data_ranks(value: Any, mesh: Mesh) -> Any:
     group = mesh.group("dp")
 
     def all_rows(tensor: Tensor) -> Tensor:
-        rows = tensor if tensor.dim() else tensor[None]
+        rows = tensor.detach() if tensor.dim() else tensor.detach()[None]
         return raw.all_gather(rows, group, [len(rows)] * group.size)
 
     return recursively_apply(all_rows, value, error_on_other_type=True)
