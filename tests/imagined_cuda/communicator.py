@@ -62,6 +62,10 @@ class Communicator:
     ) -> None:
         """`ranks`: global. The host waits here until all of them have come, each with a card of its own."""
         self.name, self.ranks, self.index, self.timeout = name, tuple(ranks), index, timeout
+        made = json.dumps([list(ranks), device.lib.site()])
+        first = store.compare_set("made", "", made).decode()  # in NCCL they would read each other's id
+        if json.loads(first)[0] != list(ranks):
+            self.fail(f"made in another order: this rank makes {made}, the first to come made {first}")
         try:
             self.gloo = dist.ProcessGroupGloo(store, index, len(ranks), timeout=timeout)
         except RuntimeError as error:
@@ -173,19 +177,19 @@ class Communicator:
                 self.gloo.broadcast(_bytes(row), root).wait()
         return into
 
-    def messages(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Tensor]:
+    def messages(self, job: Job, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Tensor]:
         """In the thread: a group of messages to and from members by index. They match by order alone."""
-        # gloo waits for a message of the expected size: the sizes travel first.
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in receives]
-        works = [self.gloo.recv([size], peer, 0) for (peer, _), size in zip(receives, sizes, strict=True)]
-        works += [self.gloo.send([torch.tensor([t.nbytes])], peer, 0) for peer, t in sends]
+        # gloo waits for a message of the expected size: what they are travels first.
+        texts = [torch.zeros(HEADER, dtype=torch.uint8) for _ in receives]
+        works = [self.gloo.recv([text], peer, 0) for (peer, _), text in zip(receives, texts, strict=True)]
+        works += [self.gloo.send([_encoded(f"{t.numel()} x {t.dtype} of {job.site}")], peer, 0) for peer, t in sends]
         for work in works:
             work.wait()
-        for (peer, t), size in zip(receives, sizes, strict=True):
-            if int(size) != t.nbytes:
+        for (peer, t), text in zip(receives, texts, strict=True):
+            if not (sent := _decoded(text)).startswith(mine := f"{t.numel()} x {t.dtype} of "):
                 raise CommunicatorError(
-                    f"communicator {self.name!r}: rank {self.ranks[self.index]} receives {t.nbytes} bytes, and rank "
-                    f"{self.ranks[peer]} sends {int(size)}"
+                    f"communicator {self.name!r}: rank {self.ranks[self.index]} receives {mine}{job.site}, "
+                    f"rank {self.ranks[peer]} sends {sent}"
                 )
         arrived = [torch.empty_like(t) for _, t in receives]
         works = [self.gloo.recv([_bytes(t)], peer, 1) for (peer, _), t in zip(receives, arrived, strict=True)]

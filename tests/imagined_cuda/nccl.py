@@ -191,7 +191,7 @@ class Group(dist.ProcessGroup):
 
             def run(job: Job) -> list[Tensor]:
                 others = [pair for pair in into if pair[0] != me]
-                came = iter(communicator.messages([pair for pair in out if pair[0] != me], others))
+                came = iter(communicator.messages(job, [pair for pair in out if pair[0] != me], others))
                 mine = iter(own)
                 return [next(mine) if peer == me else next(came) for peer, _ in into]
 

@@ -381,6 +381,13 @@ def pairs_of_ranks_in_a_circle_without_a_batch(faulty: bool) -> None:
     y.add_(1)
 
 
+@program("communicator", "the first to come made [[", ("dist.all_reduce(ones(), group=mine)",), ranks=2, seconds=20)
+def groups_are_made_in_another_order_on_one_rank(faulty: bool) -> None:
+    order = [1, 0] if faulty and rank() else [0, 1]
+    mine = {one: dist.new_group([one]) for one in order}[rank()]
+    dist.all_reduce(ones(), group=mine)
+
+
 @program("unbatched pair", "outside batch_isend_irecv and without device_id", ("works = [op(x, peer)]",), ranks=2)
 def send_and_receive_without_a_batch(faulty: bool) -> None:
     x, op, peer = ones(), dist.irecv if rank() else dist.isend, 1 - rank()
@@ -388,6 +395,12 @@ def send_and_receive_without_a_batch(faulty: bool) -> None:
     for work in works:
         work.wait()
     x.add_(1)
+
+
+@program("communicator", "bfloat16 of imagined_cuda/programs.py", ("isend_irecv([",), ranks=2, also=("communicator",))
+def message_has_another_dtype_on_one_rank(faulty: bool) -> None:
+    x = ones().to(torch.float16 if faulty and rank() else torch.bfloat16)
+    dist.batch_isend_irecv([dist.P2POp(dist.irecv if rank() else dist.isend, x, 1 - rank())])[0].wait()
 
 
 @program("communicator", "did not end within", ("dist.batch_isend_irecv(ops)",), ranks=2, seconds=20)
