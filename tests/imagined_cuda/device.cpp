@@ -74,7 +74,8 @@ const Code& code_of(PyCodeObject* code) {
   Py_INCREF(code);
   std::string file = PyUnicode_AsUTF8(code->co_filename);
   bool skipped = file.find("/torch/") != std::string::npos || file[0] == '<';
-  for (const char* library : {"/threading.py", "/contextlib.py", "/functools.py", "/runpy.py", "/pickle.py"})
+  for (const char* library : {"/threading.py", "/contextlib.py", "/functools.py", "/runpy.py", "/pickle.py",
+                              "/typing_extensions.py"})
     skipped |= file.ends_with(library);
   for (auto& own : own_files) skipped |= file == own;
   auto cut = file.rfind('/');
@@ -475,16 +476,19 @@ std::vector<Tensor> tensors_in(const IValue& value) {
 const std::map<std::string, std::string> kWaits{
     {"aten::_local_scalar_dense", "item"}, {"aten::equal", "equal"}, {"aten::nonzero", "nonzero"},
     {"aten::masked_select", "masked_select"}, {"aten::_unique2", "unique"}, {"aten::unique_dim", "unique"},
-    {"aten::unique_consecutive", "unique"}, {"aten::bincount", "bincount"}};
+    {"aten::unique_consecutive", "unique"}, {"aten::bincount", "bincount"},
+    {"aten::repeat_interleave", "repeat_interleave without output_size"}};
 // These launch nothing.
 const std::set<std::string> kNoLaunch{"aten::resize_", "aten::is_set_to", "aten::_has_same_storage_numel"};
 
 bool by_mask(const std::string& name, const std::vector<IValue>& arguments) {
   if (name.rfind("aten::index", 0) != 0 && name.rfind("aten::_index_put", 0) != 0) return false;
+  auto number = name == "aten::index" || !arguments[2].isTensor() ? Tensor() : arguments[2].toTensor();
+  bool fills = number.defined() && number.is_cpu() && number.numel() == 1;  // by the mask, as torch does
   for (auto& one : arguments)
     if (one.isOptionalTensorList() || one.isTensorList())
       for (auto& t : tensors_in(one))
-        if (t.defined() && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte)) return true;
+        if (t.defined() && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte)) return !fills;
   return false;
 }
 
@@ -519,6 +523,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     slot = made;
   }
   auto waits = kWaits.find(name);
+  if (name == "aten::repeat_interleave" && !arguments.back().isNone()) waits = kWaits.end();
   bool masked = by_mask(name, arguments);
   {
     std::optional<Drawing> drawing;
@@ -756,8 +761,8 @@ extern "C" bool imagined_cuda_is_there;  // accelerator.cpp
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   imagined_cuda_is_there = true;
   c10::SetAllocator(DeviceType::CUDA, &allocator);
-  m.def("begin", [](std::vector<std::string> files) {  // on each thread that is to be watched
-    own_files = std::move(files);
+  m.def("begin", [](std::vector<std::string> files) { own_files = std::move(files); });
+  m.def("watch", [] {  // this thread's operators on the host
     c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::TESTING_ONLY_GenericMode, true);
   });
   m.def("resize_storage", &resize_storage);

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -234,8 +235,12 @@ def _storages_and_host_reads(torch: Any) -> None:
         return torch.empty(*args, **options, dtype=torch.uint8).untyped_storage()
 
     torch.UntypedStorage.resize_, torch.UntypedStorage.__new__ = resize_, on_card
-    for name in ("numpy", "tolist", "__array__"):  # they read without an operator
+    for name in ("numpy", "tolist", "__array__", "__reduce_ex__"):  # they read without an operator
         setattr(torch.Tensor, name, _reading(name, getattr(torch.Tensor, name)))
+    lib.watch()
+    thread: Any = threading.Thread
+    start = thread._bootstrap_inner
+    thread._bootstrap_inner = lambda one: (lib.watch(), start(one))
 
 
 def _reading(name: str, inner: Any) -> Any:

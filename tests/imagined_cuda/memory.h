@@ -79,11 +79,8 @@ struct Memory {
   }
 
  private:
-  // Of the accesses on the block's own stream, which are in order, the last stands for all. Others that this stream has
-  // waited for are over for whoever gets the memory next.
+  // Of the accesses on the block's own stream, which are in order, the last stands for all.
   static void keep_last_of_own(std::vector<Access>& accesses, int stream) {
-    auto& clock = device().clock(stream);
-    std::erase_if(accesses, [&](auto& one) { return one.stream != stream && at(clock, one.stream) >= one.tick; });
     const Access* last = nullptr;
     uint64_t low = ~uint64_t(0), high = 0;
     for (auto& one : accesses)
@@ -101,7 +98,12 @@ struct Memory {
   Block* segment(uint64_t size, int stream, bool small, Pool& pool) {
     uint64_t rounded = (size + kSmallSegment - 1) / kSmallSegment * kSmallSegment;
     uint64_t whole = small ? kSmallSegment : size < kLarge ? kLargeSegment : rounded;
-    if (reserved + int64_t(whole) > capacity) give_segments_back();
+    if (reserved + int64_t(whole) > capacity) {  // as PyTorch, which then waits for what it has kept back
+      for (auto& [block, events] : kept_back)
+        for (auto& event : events) device().host_waits(event.clock);
+      release();
+      give_segments_back();
+    }
     if (reserved + int64_t(whole) > capacity) return nullptr;
     auto* block = new Block{end, whole, stream, small, &pool};
     end += whole;

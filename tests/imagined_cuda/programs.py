@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -130,9 +131,13 @@ def memory_is_freed_while_a_side_stream_reads_it(faulty: bool) -> None:
     total.add_(1)
 
 
-@program("reused too early", "the memory is freed", ("x = torch.cuda.Stream(), ones()", "y.fill_(2)"))
+@program("reused too early", "the memory is freed", ("x.mul_(2)", "y.fill_(2)"))
 def memory_of_a_side_stream_is_used_there_before_its_owner_is_done(faulty: bool) -> None:
-    side, x = torch.cuda.Stream(), ones()
+    side, other, x = torch.cuda.Stream(), torch.cuda.Stream(), ones()
+    other.wait_stream(current())
+    with torch.cuda.stream(other):
+        x.mul_(2)
+    current().wait_stream(other)  # its owner waits here, the side stream for nobody
     del x
     y = torch.empty(1000, device="cuda")
     if not faulty:
@@ -188,13 +193,10 @@ def nonzero_in_forward(faulty: bool) -> None:
     _ = x.nonzero() if faulty else torch.where(x > 0, x, 0)
 
 
-@program("host wait", "mask", ("x[x > 0] = 2",))
+@program("host wait", "mask", ("x[x > 0] =",))
 def index_by_a_mask(faulty: bool) -> None:
     x = ones()
-    if faulty:
-        x[x > 0] = 2
-    else:
-        x.masked_fill_(x > 0, 2)
+    x[x > 0] = x.sum() if faulty else 2
 
 
 @program("pageable copy", "said to be non_blocking", ("host.to(",))
@@ -210,7 +212,8 @@ def pinned_memory_is_read_before_its_event(faulty: bool) -> float:
     event.record()
     if not faulty:
         event.synchronize()
-    total = float(host.sum())
+    with ThreadPoolExecutor(1) as pool:
+        total = pool.submit(lambda: float(host.sum())).result()
     assert (total == 1000) is not faulty
     torch.cuda.synchronize()
     return total

@@ -83,7 +83,14 @@ def test_an_event_is_over_when_the_device_has_caught_up() -> None:
 
 
 def too_large() -> bool:
-    device.lib.set_capacity(8 << 20)
+    device.lib.set_capacity(40 << 20)
+    side, x = torch.cuda.Stream(), torch.ones(8 << 20, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.mul_(2)
+    x.record_stream(side)
+    del x
+    torch.empty(8 << 20, device="cuda")  # what is kept back is waited for
     with pytest.raises(torch.cuda.OutOfMemoryError, match="imagined"):
         torch.empty(16 << 20, device="cuda")
     return True
