@@ -18,7 +18,7 @@ it, and a table; docs/gpu.md says what to do with them. With --cpu, programs run
                    contrastive losses, checkpoints, other libraries' loops, attention, a card that is full
     resume         a run that is saved and resumed has the bits of one that was not
     bf16           losses are near those of fp32
-    waits          how often a step makes the host wait for the GPU
+    waits          how often a step makes the host wait for the GPU, beside its own wait for an event
     speed          a decoder of 1.1 billion parameters in bf16: tokens per second, share of the peak, memory
     beside FSDP2   four blocks of Llama 8B under zero3 and under FSDP2: time, memory, traces, NCCL that is not hidden
     plan           the same blocks of isograd's decoder, on a side stream: time and memory, beside the plan's
@@ -246,7 +246,7 @@ class Hour:
         return found
 
     def waits(self) -> dict[str, Any]:
-        """In this process, on one device: torch itself says when the host waits."""
+        """In this process, on one device: torch itself says when the host waits, unless it waits for an event."""
         return {"waits_of_a_step": waits_of_a_step(self.on_gpu)}
 
     def speed(self) -> dict[str, Any]:
@@ -336,8 +336,8 @@ def near(found: list[float], expected: list[float], share: float, where: str) ->
         )
 
 
-def waits_of_a_step(on_gpu: bool) -> int:
-    """Of the sixth step: caches are filled by then."""
+def waits_of_a_step(on_gpu: bool) -> int | None:
+    """Of the sixth step: caches are filled by then. None on the CPU, which has nothing to wait for."""
     import isograd as ig
 
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
@@ -356,7 +356,7 @@ def waits_of_a_step(on_gpu: bool) -> int:
             engine.step()
     if on_gpu:
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in said)
+    return sum("synchroniz" in str(warning.message) for warning in said) if on_gpu else None
 
 
 def facts(devices: int, on_gpu: bool) -> dict[str, Any]:
