@@ -424,7 +424,7 @@ def page(document: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0, help="steps that do not fit are left out (default 60)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="later steps that do not fit are left out (60)")
     parser.add_argument("--cpu", type=int, metavar="RANKS", help="on so many CPU ranks: to try the script")
     parser.add_argument("--folder", type=Path, default=Path("gpu-first-hour"), help="where runs and results go")
     parser.add_argument("--nodes", type=int, help="so many machines, each of which starts this script")
@@ -442,7 +442,7 @@ def main() -> None:
     end = time.perf_counter() + 60 * chosen.minutes
     outcomes = []
     for step in hour.steps():
-        fits = time.perf_counter() + 60 * step.minutes <= end
+        fits = not outcomes or time.perf_counter() + 60 * step.minutes <= end  # others compare with the first
         hour.limit = 60 * step.minutes
         outcome = attempt(step) if fits else Outcome(step.name, "left out")
         outcomes.append(outcome)
