@@ -265,7 +265,7 @@ class StepState:
             torch.autograd.backward(roots, seeds)
 
     @contextmanager
-    def beside(self, loss: Tensor, weight: Tensor | float) -> Iterator[None]:
+    def join_backward(self, loss: Tensor, weight: Tensor | float) -> Iterator[None]:
         """Another engine's backward in here, of a loss that reaches these parameters, is this step's, too."""
         with self._running(_Run(reduces=False, discard=validation.adds_nothing(loss, weight, self.mesh))):
             yield

@@ -234,7 +234,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
             stack.enter_context(engine.no_sync())
         for engine in engines[1:]:
             step_state = stack.enter_context(engine.backward_context())
-            stack.enter_context(step_state.beside(loss, weight))
+            stack.enter_context(step_state.join_backward(loss, weight))
         return engines[0] if engines else self._engine_of("backward")
 
     def _toggle(self, optimizer: Any) -> None:
