@@ -86,7 +86,7 @@ def truth_losses(case: Case) -> list[float]:
 
 def shared_module(planted: bool) -> tuple[list[str], float]:
     """A module used three times under reentrant recompute; planted: its gradient is sent after the first use only."""
-    from isograd.engine.step import StepState
+    from isograd.engine.gathered import GatheredStep
 
     from ..engine.test_engine import Recomputed
 
@@ -94,7 +94,7 @@ def shared_module(planted: bool) -> tuple[list[str], float]:
     for target, reentrant in ((truth, None), (found, True)):
         with ExitStack() as stack:
             if planted and reentrant:
-                stack.enter_context(mutants._patched(StepState, "pending", lambda self: False))
+                stack.enter_context(mutants._patched(GatheredStep, "pending", lambda self: False))
             mesh, model = Mesh("dp2 zero1"), Recomputed(reentrant)
             engine = Engine(model, mesh, toys.sgd, bucket_mb=1e-5)
             x, y = toys.micro_batch(0, 2 * mesh.rank)
