@@ -67,18 +67,21 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     @property
     def engine(self) -> Engine | None:
         """The engine, from the moment that fit has set up."""
-        return next(iter(self.engines.values()), None)
+        return next(iter(self._engines), None)
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return [one.engine for one in self.optimizers if isinstance(one, EngineOptimizer)]
 
     @property
     def engines(self) -> dict[str, Engine]:
         """By the member of the module that each trains; "" where one trains all of it."""
-        own = [one.engine for one in self.optimizers if isinstance(one, EngineOptimizer)]
-        names = {member: name for name, member in self.lightning_module.named_modules()} if own else {}
-        return {names[engine.model]: engine for engine in own}
+        names = {member: name for name, member in self.lightning_module.named_modules()} if self._engines else {}
+        return {names[engine.model]: engine for engine in self._engines}
 
     def _full_parameters(self) -> AbstractContextManager[Any]:
         stack = ExitStack()
-        for engine in self.engines.values():
+        for engine in self._engines:
             stack.enter_context(full_parameters(engine))
         return stack
 
@@ -150,7 +153,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's, of any exception that ends the fit. One of a lost connection names the rank that has ended."""
         super().on_exception(exception)
-        engines = list(self.engines.values())
+        engines = self._engines
         over = bool(engines) and self.lightning_module.trainer.fit_loop.done  # no rank waits in a step
         if engines and not over and not any(engine.step_state.already_discarded for engine in engines):
             for engine in engines:
@@ -229,7 +232,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         """The engine of what a loss reaches. Of each other such engine the backward is one, too: as in torch, gradients
         add up until `zero_grad`, unless `toggle_optimizer` has frozen the parameters."""
         reached = _reached_by(loss)
-        engines = [e for e in self.engines.values() if any(id(slot.parameter) in reached for slot in e.plan.slots)]
+        engines = [e for e in self._engines if any(id(slot.parameter) in reached for slot in e.plan.slots)]
         for engine in engines if len(engines) > 1 else ():
             stack.enter_context(engine.no_sync())
         for engine in engines[1:]:
@@ -239,7 +242,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     def _toggle(self, optimizer: Any) -> None:
         """Lightning's `toggle_optimizer` freezes what the others step, which here are rows of the parameters."""
-        for engine in self.engines.values():
+        for engine in self._engines:
             for slot in engine.plan.slots:
                 slot.parameter.requires_grad_(optimizer is None or engine is optimizer.engine)
 

@@ -55,10 +55,8 @@ class LabelCounter:
     def __init__(self, model: nn.Module, call: str, mesh: Mesh) -> None:
         """call: what was called without weight=, for the line by which rank 0 says so once."""
         self._call, self._mesh, self._speaks = call, mesh, mesh.rank == 0
-        self._step, self._weighed = (
-            (0, -1),
-            False,
-        )  # whether losses of that step have weights: others count other things
+        self._step = (0, -1)  # an engine, and how many steps it had ended
+        self._weighed = False  # whether losses of that step have weights: others count other things
         self._rows = 0
         self._loss: Tensor | None = None  # made by the model's last forward
         self._labels: Tensor | None = None
