@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import isograd as ig
 from isograd.comm import world
 from isograd.comm.device import device
+from isograd.comm.launch import World
 
 from .worlds import as_lightning_finds_it
 
@@ -330,6 +331,27 @@ def test_a_gan_of_two_optimizers_trains_as_one_device(worlds, tmp_path: Path) ->
         for number, found in enumerate(each):
             for name, value in model.state_dict().items():
                 assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), (cases[number // 2], name)
+
+
+class Raises(Gan):
+    def training_step(self, batch: Any, number: int) -> None:
+        super().training_step(batch, number)
+        if world.world()[0] == 1:
+            raise ValueError("a bad row")
+
+
+def raising(folder: str) -> str:
+    try:
+        fit("dp2 zero1", True, folder, module=Raises("before each"), **GAN)
+    except (ValueError, ig.IsogradError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_an_exception_in_a_gan_on_one_rank_ends_the_fit_of_all(tmp_path: Path) -> None:
+    with World(2) as ranks:
+        first, last = ranks.run(raising, str(tmp_path))
+    assert last == "a bad row" and "IG213" in first and "rank 1: a fit of several optimizers" in first
 
 
 def test_manual_optimization_clips_in_the_step(tmp_path: Path) -> None:

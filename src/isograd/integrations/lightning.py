@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from isograd.comm.world import leave
 from isograd.core.attributes import set_attributes
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
@@ -76,8 +77,8 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     @property
     def engines(self) -> dict[str, Engine]:
         """By the member of the module that each trains; "" where one trains all of it."""
-        names = {member: name for name, member in self.lightning_module.named_modules()} if self._engines else {}
-        return {names[engine.model]: engine for engine in self._engines}
+        own = {engine.model: engine for engine in self._engines}
+        return {n: own[member] for n, member in self.lightning_module.named_modules() if member in own} if own else {}
 
     def _full_parameters(self) -> AbstractContextManager[Any]:
         stack = ExitStack()
@@ -158,7 +159,9 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         if engines and not over and not any(engine.step_state.already_discarded for engine in engines):
             for engine in engines:
                 engine.step_state.fail(exception)
-            _left[self.lightning_module] = engines
+            if len(engines) > 1:  # a discard may meet a `zero_grad` of the others, and tell them nothing
+                leave(f"a fit of several optimizers ended in a step: {type(exception).__name__}")
+            _left[self.lightning_module] = engines if len(engines) == 1 else []
         if self._loop is not None:
             if (found := failed_rank_error(exception, self._loop.mesh)) is not None:
                 raise found from exception
@@ -264,10 +267,8 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     def _engine_of(self, asked: str) -> Engine:
         if self.engine is None:
-            raise IntegrationError(
-                "IG866", seen=f"LightningStrategy.{asked} before fit has set up", expected="trainer.fit(module)",
-                fix="Fabric has a strategy of its own: ig.integrations.FabricStrategy", loop="a program",
-            )  # fmt: skip
+            seen, fix = f"LightningStrategy.{asked} before fit has set up", "ig.integrations.FabricStrategy for Fabric"
+            raise IntegrationError("IG866", seen=seen, expected="trainer.fit(module)", fix=fix, loop="a program")
         return self.engine
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
