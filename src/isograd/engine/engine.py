@@ -35,7 +35,7 @@ from isograd.core.loss_terms import Terms
 from isograd.core.mesh import DATA, Mesh
 from isograd.core.step_counters import StepCounters
 from isograd.engine import batches, evaluation, muon, norm, step_status, validation
-from isograd.engine.device_decision import DeviceDecision, DeviceStep
+from isograd.engine.decision import DeviceDecision, DeviceStep
 from isograd.engine.evaluation import Evaluation, Stats
 from isograd.engine.gradients import Gradients
 from isograd.engine.nonfinite import find_nonfinite

@@ -127,7 +127,7 @@ SCALES = 2.0**-100, 2.0**100  # between which the reciprocal is a usual number o
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a step is taken, computed on the card; no host has looked at it (engine/device_decision.py)."""
+    """Whether a step is taken, computed on the card; no host has looked at it (engine/decision.py)."""
 
     refused: Tensor  # fp32: 1 where the optimizer must do nothing
     divisor: Tensor  # fp32: of gradients

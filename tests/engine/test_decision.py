@@ -12,7 +12,7 @@ from torch import Tensor
 from isograd import Mesh
 from isograd.core.mesh import DATA
 from isograd.engine import step_status
-from isograd.engine.device_decision import places_of, verdict_of
+from isograd.engine.decision import places_of, verdict_of
 from isograd.errors import IsogradError
 
 LAYOUTS = ["dp3", "dp2 tp2", "tp3", "cp2 tp2", "pp2 dp2"]
