@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 52_000,
+    "isograd, lines": 52_150,
     "isograd-verify, lines": 17_272,
-    "comm + engine, lines": 9_519,
+    "comm + engine, lines": 9_620,
     "arrows between packages": 133,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

@@ -41,7 +41,7 @@ def data_ranks(mesh: Mesh) -> list[int]:
 
 
 def host_takes(rows: Tensor, same_inputs: Tensor, layout: str) -> bool:
-    """As Engine._decide and Engine.step do."""
+    """As Engine._decide and Decision.take do."""
     mesh, ranks = Mesh.unbound(layout), len(rows)
     columns = [torch.zeros(ranks)] * 5
     table = step_status.StepStatus(rows[:, 1], rows[:, 2], *columns, {}, torch.zeros(ranks, 1, dtype=torch.bool))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -37,8 +38,9 @@ def trained(layout: str, kind: str, by_card: bool, pipelined: bool) -> tuple[lis
 
     mesh, config = Mesh(layout), cases.CONFIGS["deep" if pipelined else "llama"]
     model = Transformer(config, mesh).to(mesh.device)
-    engine = Engine(model, mesh, OPTIMIZERS[kind], clip=cases.CLIP, bucket_mb=0.01)
-    told, early, to_host = [], Counter[str](), raw.to_host
+    engine = Engine(model, mesh, OPTIMIZERS[kind], bucket_mb=0.01)
+    engine.clip = cases.CLIP  # as an integration's clip_grad_norm_ does
+    told, early, to_host = [], Counter[str](), raw.copy_to_host
 
     def bits() -> dict[str, Any]:
         states = {n: engine.optimizer.state.get(p, {}) for n, p in engine._sharded_optimizer.masters.items()}
@@ -46,13 +48,18 @@ def trained(layout: str, kind: str, by_card: bool, pipelined: bool) -> tuple[lis
         kept |= {name: engine.local_shard(name) for name in engine._sharded_optimizer.masters}
         return {name: value.detach().cpu().clone() for name, value in kept.items()}
 
-    def waits(x: torch.Tensor) -> torch.Tensor:
-        early["launches"] += launched() - early["seen"]
-        early["seen"] = launched()
-        return to_host(x)
+    def waits(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        read = to_host(x)
+
+        def wait() -> torch.Tensor:
+            early["launches"] += launched() - early["seen"]
+            early["seen"] = launched()
+            return read()
+
+        return wait
 
     can = ShardedOptimizer.takes_verdicts if by_card else lambda _: False
-    with patch.object(raw, "to_host", waits), patch.object(ShardedOptimizer, "takes_verdicts", can):
+    with patch.object(raw, "copy_to_host", waits), patch.object(ShardedOptimizer, "takes_verdicts", can):
         for step, how in enumerate(STEPS):
             tokens, labels, _ = (t.to(mesh.device) for t in cases.micro_batch(config, step, mesh.index("dp"), 4))
             before = bits()
@@ -103,3 +110,48 @@ def test_the_card_decides_as_the_host_does(layout: str, kind: str) -> None:
                 assert said.startswith("IG515" if how == BAD_WEIGHT else "skipped"), said
         assert card_bits.keys() == host_bits.keys()
         assert all(torch.equal(card_bits[name], bits) for name, bits in host_bits.items())
+
+
+def read_late(layout: str, late: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """What each step said, read a step late or at once, and the model. Behind a refused step another one is dropped."""
+    from isograd import Engine, Mesh
+    from isograd.models import Transformer
+
+    mesh, config = Mesh(layout), cases.CONFIGS["llama"]
+    model = Transformer(config, mesh).to(mesh.device)
+    engine = Engine(model, mesh, OPTIMIZERS["adamw"], clip=cases.CLIP, bucket_mb=0.01)
+    told: list[str] = []
+    for step, how in enumerate((GOOD, GOOD, BAD_WEIGHT, GOOD, GOOD, BAD_LOSS, GOOD)):
+        tokens, labels, _ = (t.to(mesh.device) for t in cases.micro_batch(config, step, mesh.index("dp"), 4))
+        loss, count = model(tokens=tokens, labels=labels)
+        its = mesh.rank == 1 or mesh.size("tp") > 1
+        factor = math.nan if how == BAD_WEIGHT and its else 1.0
+        engine.backward(loss * (math.nan if how == BAD_LOSS and its else 1.0), weight=count.double() * factor)
+        try:
+            if not late and told and told[-1] == "IG515":
+                engine.discard()
+                told.append("IG586")
+                continue
+            pending = engine.step_async() if late else None
+            stats = engine.step() if pending is None else pending.wait() if step % 2 else None
+            told.append(
+                "skipped" if stats and stats.skipped else f"{stats.loss:.15g} {stats.grad_norm:.15g}" if stats else ""
+            )
+        except Exception as error:
+            told.append(str(error).split(":")[0])
+    if late:
+        told[-1] = f"{(last := pending.wait()).loss:.15g} {last.grad_norm:.15g}"
+    return told, {name: engine.local_shard(name).detach().cpu().clone() for name in engine.table.records}
+
+
+def late_and_at_once(layout: str) -> Any:
+    return read_late(layout, True), read_late(layout, False)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "dp2 zero3", "tp2 sp"])
+def test_a_step_that_is_read_late_is_the_one_that_is_read_at_once(layout: str) -> None:
+    for (late, late_bits), (at_once, bits) in right(run(late_and_at_once, 2, layout, join=False, seconds=20, limit=60)):
+        assert at_once[2:4] == ["IG515", "IG586"]
+        assert at_once[5] == "skipped"
+        assert [said or at_once[step] for step, said in enumerate(late)] == at_once, late
+        assert all(torch.equal(late_bits[name], value) for name, value in bits.items())

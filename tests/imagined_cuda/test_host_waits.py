@@ -1,14 +1,15 @@
 """How often the host waits for the card in a step of isograd that goes well, by layout and by place.
 
 One wait a step: what the step says (its loss, its weight, its norm) is read at once, behind the reductions and before
-the optimizer. Experts over ranks wait once a layer, for the sizes of their exchange; a step of terms once, at its
-beginning, for their weights.
+the optimizer. None where it is read in the next step. Experts over ranks wait once a layer, for the sizes of their
+exchange; a step of terms once, at its beginning, for their weights.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -22,14 +23,21 @@ MICRO_BATCHES = 2
 LAYERS = 2
 
 
+def fused(shards: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(shards, lr=0.01, fused=True)
+
+
 def seen() -> dict[str, int]:
     """What the host has waited for so far, by place."""
     costs = [one for one in device.lib.findings() if one[0] in ("host wait", "pageable copy")]
     return {f"{kind}: {text} at {first}": count for kind, text, first, _, count in costs}
 
 
-def waits(layout: str, experts: bool = False, dtype: torch.dtype = torch.float32) -> list[dict[str, int]]:
-    """Of the last step: how often the host waits and where, in forward and backward, and in `engine.step`."""
+def waits(
+    layout: str, experts: bool = False, dtype: torch.dtype = torch.float32, late: bool = False
+) -> list[dict[str, int]]:
+    """Of the last step: how often the host waits and where, in forward and backward, and in `engine.step`. late: its
+    numbers are read in the next one."""
     from isograd import Engine, Mesh
     from isograd.models import Transformer
     from isograd.nn import ExpertOptions
@@ -38,14 +46,14 @@ def waits(layout: str, experts: bool = False, dtype: torch.dtype = torch.float32
     if experts:
         config = replace(config, experts=ExpertOptions(number=4, per_token=2, width=8))
     model = Transformer(config, mesh, dtype=dtype).to(mesh.device)
-    engine = Engine(model, mesh, cases.sgd, clip=cases.CLIP, bucket_mb=0.01)
+    engine = Engine(model, mesh, fused if late else cases.sgd, clip=cases.CLIP, bucket_mb=0.01)
     counts = []
     for step in range(STEPS):
         tokens, labels, _ = (t.to(mesh.device) for t in cases.micro_batch(config, step, mesh.index("dp"), 4))
         counts = [seen()]
         engine.accumulate([{"tokens": tokens, "labels": labels}] * MICRO_BATCHES)
         counts.append(seen())
-        engine.step()
+        _ = engine.step_async() if late else engine.step()
         counts.append(seen())
     return [
         {place: count - before.get(place, 0) for place, count in after.items() if count > before.get(place, 0)}
@@ -58,6 +66,12 @@ def test_the_host_waits_once_a_step_and_not_in_forward_and_backward(layout: str)
     for in_passes, in_step in right(run(waits, 2, layout, join=False, seconds=20, limit=45)):
         assert not in_passes
         assert list(in_step.values()) == [1], in_step
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sp", "cp2", "pp2"])
+def test_the_host_never_waits_where_a_step_is_read_in_the_next_one(layout: str) -> None:
+    results = run(waits, 2, layout, False, torch.float32, True, join=False, seconds=20, limit=45)
+    assert all(counts == [{}, {}] for counts in right(results)), results
 
 
 @pytest.mark.parametrize(

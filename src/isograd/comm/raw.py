@@ -12,7 +12,7 @@ Invariant: members of a group that all-reduce or all-gather obtain the same bits
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -139,25 +139,37 @@ def _gather_exchanged(x: torch.Tensor, group: Group, control: bool, limit: float
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
-    """x in host memory. On a card this is where a step waits: for all that x depends on, other ranks' messages too. Of
-    those it asks every LATE_S seconds whether one has closed its connections, as no card tells the host."""
+    """x in host memory."""
+    return copy_to_host(x)()
+
+
+def copy_to_host(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begins to copy x; what is returned waits. On a card this is where a step waits: for all that x depends on, other
+    ranks' messages too. Of those it asks every LATE_S seconds whether one has closed its connections, as no card tells
+    the host."""
     if not x.is_cuda:
-        return x
-    here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return lambda: x
+    here, event = torch.empty(x.shape, dtype=x.dtype, pin_memory=True), torch.cuda.Event()
     here.copy_(x, non_blocking=True)
-    event, began, asks = torch.cuda.Event(), time.monotonic(), LATE_S
     event.record()
-    with abort_group_on_interrupt():
-        while not event.query():
-            waited = time.monotonic() - began
-            if waited > asks:
-                asks = waited + LATE_S
-                if store_check(ABORTED):
-                    raise RuntimeError("another rank has closed its connections")
-            if waited > SPIN_S:
-                time.sleep(SPIN_S / 10)  # other threads of this process go on
-        event.synchronize()
-    return here
+
+    def wait() -> torch.Tensor:
+        if event.query():
+            return here
+        began, asks = time.monotonic(), LATE_S
+        with abort_group_on_interrupt():
+            while not event.query():
+                waited = time.monotonic() - began
+                if waited > asks:
+                    asks = waited + LATE_S
+                    if store_check(ABORTED):
+                        raise RuntimeError("another rank has closed its connections")
+                if waited > SPIN_S:
+                    time.sleep(SPIN_S / 10)  # other threads of this process go on
+            event.synchronize()
+        return here
+
+    return wait
 
 
 def wait_at_most(handle: Handle, limit: float | None) -> None:

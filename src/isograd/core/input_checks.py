@@ -156,9 +156,13 @@ class InputChecks:
         wrong = [layer.seen[0].to(zero.device) for layer in self._layers if layer.seen is not None]
         return torch.stack((digest, sum(wrong, zero))).double()
 
-    def check(self, table: Tensor) -> None:
-        """`table`: row i holds the columns of rank i; on the CPU, and equal on all ranks, which all raise or none."""
+    def check(self, table: Tensor, *, late: bool = False) -> None:
+        """`table`: row i holds the columns of rank i; on the CPU, and equal on all ranks, which all raise or none.
+        late: of a step that has ended, of which layers know nothing any more."""
         if bool(table[:, 1].any()):
+            if late:
+                seen = f"wrong ids, or tokens whose scores for experts are NaN, by rank: {table[:, 1].long().tolist()}"
+                raise ModelError("IG417", seen=seen, where=self.mesh.describe_rank())
             self._refuse_wrong()
         groups = self.mesh.all_groups(self.peers)
         digests = table[groups, 0]

@@ -3,7 +3,7 @@
 from isograd.engine.data_parallel import DataParallel
 from isograd.engine.ema import WeightAverage
 from isograd.engine.engine import Engine
-from isograd.engine.evaluation import Evaluation, Stats
+from isograd.engine.evaluation import Evaluation, PendingStats, Stats
 from isograd.engine.muon import ChainedOptimizer, Muon
 from isograd.engine.precision import LossScale
 from isograd.engine.sdc.memory import MemoryChecksum
@@ -21,6 +21,7 @@ __all__ = [
     "Mean",
     "MemoryChecksum",
     "Muon",
+    "PendingStats",
     "ReplayCheck",
     "Shards",
     "Stats",

@@ -34,16 +34,15 @@ from isograd.core.input_checks import InputChecks
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import DATA, Mesh
 from isograd.core.step_counters import StepCounters
-from isograd.engine import batches, evaluation, muon, norm, step_status, validation
-from isograd.engine.decision import DeviceDecision, DeviceStep
-from isograd.engine.evaluation import Evaluation, Stats
+from isograd.engine import batches, evaluation, muon, step_status, validation
+from isograd.engine.decision import Decision
+from isograd.engine.evaluation import Evaluation, PendingStats, Stats
 from isograd.engine.gradients import Gradients
-from isograd.engine.nonfinite import find_nonfinite
 from isograd.engine.plan import homes, make_plan, repeated_blocks, slot_of
 from isograd.engine.precision import LossScale
 from isograd.engine.reducer import ReduceWhen
 from isograd.engine.step import State, StepState
-from isograd.engine.step_status import Status, StepStatus, StepTotals
+from isograd.engine.step_status import Status, StepStatus
 from isograd.engine.term_weights import on_host
 from isograd.engine.zero import Factory, ShardedOptimizer
 from isograd.engine.zero3.deferred_init import FirstValues
@@ -134,10 +133,10 @@ class Engine:
         cut = muon.TensorParallelMuon(self.plan.slots, mesh, owners, stage)
         self._sharded_optimizer = ShardedOptimizer(self.plan, mesh, optimizer, self._units, offload, cut, elementwise)
         self.step_state.withhold_masters(self._sharded_optimizer.masters)
-        self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local, self._sync = overlap, accumulate == "local", True
         self._inputs = InputChecks(model, mesh)
-        self._device_decision = DeviceDecision(mesh, self._sharded_optimizer, self.step_state, clip, self._inputs.peers)
+        refuse = partial(self._decide, status=Status.FINE)
+        self._decision = Decision(mesh, self._sharded_optimizer, self.step_state, self._inputs, refuse, self._drop)
         self._tallies = StepCounters(model, mesh)
         self._counts_ahead = self._tallies.needs_prepass()
         self._watch = validation.Watch(model, self.plan, moving=stage == 3)
@@ -345,29 +344,32 @@ class Engine:
 
     def step(self) -> Stats:
         """Complete every gradient, clip, step the optimizer. All ranks step or none does."""
+        return self._step(may_be_late=False).wait()
+
+    def step_async(self) -> PendingStats:
+        """`step` that returns while a card works, if the card can decide alone (engine/decision.py): `wait()` of
+        what it returns gives the step's numbers, or raises what was refused. The next step reads them, and refuses both
+        (IG586). Of a step that was skipped it is not known where its numbers were not finite."""
+        return self._step(may_be_late=True)
+
+    def _step(self, may_be_late: bool) -> PendingStats:
         if not self._sync:
             raise EngineError("IG511", seen="no_sync is still open", where=self.mesh.describe_rank())
         step_state = self.step_state
         with abort_group_on_interrupt():
             table = self._gather_step_status(Status.FINE, whole=True)  # all ranks go on, or none
             unused = self._reduce(table)  # every sum is complete
-            totals, taken = self._read(table, unused, whole=True)
-            grad_norm = totals.norm * totals.scale if taken is None else taken.grad_norm
-            skipped = not math.isfinite(grad_norm)
-            nonfinite = find_nonfinite(step_state, totals.losses) if skipped else None
-            factor = min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip is not None else 1.0
-            raised = None if taken is None else taken.raised
-            if taken is None and not skipped:
-                raised = self._sharded_optimizer.step(step_state, totals.scale * factor, unused)
-            problem = None if skipped else step_status.optimizer_problem(step_state, raised)
+            may_be_late = may_be_late and not self._tallies.members
+            taken = self._decision.take(table, unused, self.clip, may_be_late=may_be_late)
+            problem = None if taken.skipped else step_status.optimizer_problem(step_state, taken.raised)
             if self.loss_scale and problem is None:
-                self.loss_scale.update(overflow=skipped)
-            step_state.clear()
-            self._end(committed=not skipped and problem is None)
+                self.loss_scale.update(overflow=taken.skipped)
+            step_state.clear(taken.wait if taken.late and problem is None else None)
+            self._end(committed=not taken.skipped and problem is None)
         if problem is not None:
             step_state.mark_discarded(problem)
             raise problem
-        return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale, totals.terms, nonfinite)
+        return PendingStats(taken.wait)
 
     def _end(self, committed: bool) -> None:
         self._tallies.end(committed=committed)
@@ -400,7 +402,8 @@ class Engine:
     def grads(self) -> Gradients:
         """Full gradients of the mean loss by name, before clipping; all ranks call it, and look up the same names."""
         meet = partial(self._gather_step_status, Status.READS)
-        totals, _ = self._read(table := meet(), self._reduce(table))
+        self._reduce(table := meet())
+        totals = self._decision.totals(table)
         return Gradients(self.plan, self.step_state, self.mesh, totals.scale, meet)
 
     @property
@@ -415,26 +418,6 @@ class Engine:
         used = step_status.used_anywhere(table, self.plan, self.mesh).tolist()
         return {slot.name for slot, is_used in zip(self.plan.slots, used, strict=True) if not is_used}
 
-    def _read(self, table: StepStatus, unused: set[str], whole: bool = False) -> tuple[StepTotals, DeviceStep | None]:
-        """What all ranks' rows come to, and the step if the card has decided it. `whole`: for a step.
-
-        On cards, weights and losses are read here, with the norm: the host waits once in a step. What they refuse is
-        refused here, with everything reduced and nothing stepped."""
-        shards, around = self.step_state.now.final_shards, (self.mesh.group("world"), self._device)
-        squared = [shards[slot] for slot in self._counted if slot in shards and shards[slot].numel()]
-        scale, value, taken = self.loss_scale.value if self.loss_scale else 1.0, math.nan, None
-        if table.late is not None:
-            rows = norm.global_norm_beside(squared, *around, table.late.mine)
-            rows, taken = self._device_decision.run(rows, table, unused, scale)
-            value, table = math.sqrt(sum(rows[:, 0].tolist())), table.late.complete(rows[:, 1:])
-            with step_status.refusing(self.step_state, self._drop):
-                self._decide(table, Status.FINE, whole)
-        elif whole and not self.reproducible:
-            value = norm.global_norm(squared, *around)
-        if whole and self.reproducible:
-            value = norm.reproducible_norm(squared, *around)
-        return step_status.totals(table, self.step_state.now.term_weights, self.mesh, scale, value), taken
-
     @abort_group_on_interrupt()
     def _gather_step_status(
         self,
@@ -448,14 +431,18 @@ class Engine:
         """The gather of this step (engine/step_status.py). announces: what `begin` was given. wrong: found here."""
         step_state, term_weights = self.step_state, self.step_state.now.term_weights
         step_state.must_be(State.OPEN, State.REDUCED, State.FAILED)
-        grads = None if status is Status.DISCARDS else step_state.problem_in_grads()
-        wrong = wrong or self._watch.problem(self.mesh) or self._sharded_optimizer.problem(self.mesh) or grads
+        grads = before = None
+        if status is not Status.DISCARDS:
+            grads, before = step_state.problem_in_grads(), step_state.now.problem_before(self.mesh)
+        if before is not None and status in step_status.TOGETHER:
+            raise before
+        wrong = wrong or before or self._watch.problem(self.mesh) or self._sharded_optimizer.problem(self.mesh) or grads
         self._check_lockstep("comes to engine.begin, step, grads or discard", status)
         if announces is None:
             own, columns = step_state.now.loss(), term_weights.columns()
         else:
             own, columns = term_weights.message(announces)
-        can = self._device_decision.possible(whole and status is Status.FINE and term_weights.expected is None)
+        can = self._decision.possible(whole and status is Status.FINE and term_weights.expected is None)
         alike = self.clip, repr(self.loss_scale), step_state.reducer.sums is not None
         settings, more = self._sharded_optimizer.settings(self.mesh, *alike)
         more |= {"inputs": self._inputs.columns(), "terms": columns, "device": can}
@@ -468,13 +455,11 @@ class Engine:
         """Refuse, alike on all ranks, what is wrong with a step that no rank has failed in."""
         self._inputs.check(table.more["inputs"])
         if status is not Status.BEGINS:
+            term_weights = self.step_state.now.term_weights
             step_status.refuse_wrong(table, self.mesh)
             if whole:
-                self.step_state.now.term_weights.refuse_incomplete(table.more["terms"])
-            expected = self.step_state.now.term_weights.expected
-            weights = step_status.of_data(table.weight if expected is None else expected.sum(1), self.mesh)
-            if not float(weights.sum()) > 0:
-                raise EngineError("IG512", where=self.mesh.describe_rank(), weights=weights.tolist())
+                term_weights.refuse_incomplete(table.more["terms"])
+            step_status.refuse_weightless(table, term_weights, self.mesh)
 
     def _check_lockstep(self, said: str, status: Status = Status.FINE) -> None:
         """At ZeRO 3, before a collective of all ranks: a rank in another forward would wait there for this one.

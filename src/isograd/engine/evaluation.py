@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,13 @@ class Stats:
     loss_scale: float
     terms: Mapping[str, Mean] = field(default_factory=dict)  # of a step of several; `loss` is their weighted sum
     nonfinite: NonFiniteReport | None = None  # where, in a step that was skipped
+
+
+@dataclass(frozen=True)
+class PendingStats:
+    """Of a step that the host has not waited for."""
+
+    wait: Callable[[], Stats]  # raises what is refused
 
 
 def columns(results: Sequence[Any], device: torch.device) -> Tensor:

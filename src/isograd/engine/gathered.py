@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from isograd.core.mesh import Mesh
 from isograd.engine.plan import Slot
 from isograd.engine.term_weights import TermWeights
 from isograd.engine.tree import Tree, tree_sum
+from isograd.errors import EngineError, IsogradError, headline
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class GatheredStep:
 
     term_weights: TermWeights  # of the terms of a step that has several
     ended: int = 0  # steps that were taken or dropped before
+    before: Callable[[], object] | None = None  # waits for the step before, and raises what was refused in it
     weight: Tensor | float = 0.0
     losses: list[Tensor] = field(default_factory=list)  # weighted, one per backward
     kinds: set[str] = field(default_factory=set)  # "weighed", "plain": of losses with a weight, without
@@ -29,6 +32,15 @@ class GatheredStep:
     final_shards: dict[Slot, Tensor] = field(default_factory=dict)  # my rows, every sum complete
     full: dict[Slot, Tensor] = field(default_factory=dict)  # memory of a whole gradient
     watcher: Callable[[Slot, Tensor], None] | None = None  # sees each gradient as autograd has made it
+
+    def problem_before(self, mesh: Mesh) -> EngineError | None:
+        """Of the step before, if it is read only now: the same on all ranks."""
+        try:
+            if self.before is not None:
+                self.before()
+        except IsogradError as refusal:
+            return EngineError("IG586", seen=headline(refusal), where=mesh.describe_rank())
+        return None
 
     def pending(self) -> bool:
         """Whether this rank holds gradients that have not left."""

@@ -455,12 +455,13 @@ class StepState:
         now, announced = self.now, self.now.term_weights.expected is not None
         return self.state is State.OPEN and not (announced or now.losses or now.synced_backwards or now.pending())
 
-    def clear(self) -> None:
-        """Everything of this step is dropped, and the next one is open. Nothing may be on its way."""
+    def clear(self, unread: Callable[[], object] | None = None) -> None:
+        """Everything of this step is dropped, and the next one is open. Nothing may be on its way. unread: waits for
+        what the card says of this step, and raises what is refused."""
         for parameter, _ in (pair for shown in self._placeholders.values() for pair in shown):
             parameter.grad = None
         self.reducer.clear()
-        self.now = GatheredStep(self.now.term_weights.next_step(), self.now.ended + 1)
+        self.now = GatheredStep(self.now.term_weights.next_step(), self.now.ended + 1, unread)
         self.phase = Phase()
 
     def abandon(self) -> None:

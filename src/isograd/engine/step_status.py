@@ -328,6 +328,14 @@ def refuse_wrong(table: StepStatus, mesh: Mesh) -> None:
         raise EngineError("IG554", seen=seen, where=mesh.describe_rank())
 
 
+def refuse_weightless(table: StepStatus, term_weights: TermWeights, mesh: Mesh) -> None:
+    """Raised alike on all ranks: a step in which no rank has anything to learn from."""
+    expected = term_weights.expected
+    weights = of_data(table.weight if expected is None else expected.sum(1), mesh)
+    if not float(weights.sum()) > 0:
+        raise EngineError("IG512", where=mesh.describe_rank(), weights=weights.tolist())
+
+
 def _first(groups: Tensor, apart: Tensor) -> list[int]:
     """The first group of which a member is apart from the first member; none if all agree."""
     found: list[list[int]] = groups[apart.any(1)].tolist()
