@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -155,3 +156,56 @@ def test_a_step_that_is_read_late_is_the_one_that_is_read_at_once(layout: str) -
         assert at_once[5] == "skipped"
         assert [said or at_once[step] for step, said in enumerate(late)] == at_once, late
         assert all(torch.equal(late_bits[name], value) for name, value in bits.items())
+
+
+def refused_late(folder: str, meets: str) -> list[str]:
+    """What is said behind a step that was refused, by what all ranks call next, and then by steps."""
+    from isograd import Engine, Mesh
+    from isograd.checkpoint import CheckpointManager
+    from isograd.models import Transformer
+
+    mesh, config, told = Mesh("dp2 zero1"), cases.CONFIGS["llama"], []
+    model = Transformer(config, mesh).to(mesh.device)
+    engine = Engine(model, mesh, OPTIMIZERS["adamw"], bucket_mb=0.01)
+
+    def begins(step: int, factor: float = 1.0) -> dict[str, torch.Tensor]:
+        tokens, labels, _ = (t.to(mesh.device) for t in cases.micro_batch(config, step, mesh.index("dp"), 4))
+        loss, count = model(tokens=tokens, labels=labels)
+        engine.backward(loss, weight=count.double() * factor)
+        return {"tokens": tokens, "labels": labels}
+
+    begins(0)
+    engine.step()
+    batch = begins(1, math.nan if mesh.rank == 0 else 1.0)
+    pending = engine.step_async()
+    if meets == "wait on one rank" and mesh.rank == 0:
+        with pytest.raises(Exception, match="IG515"):
+            pending.wait()
+    meet: dict[str, Callable[[], Any]] = {
+        "evaluate": lambda: engine.evaluate(batch),
+        "save": lambda: CheckpointManager(folder, engine).save(2),
+        "discard": engine.discard,
+    }
+    for call in [*([meet[meets]] if meets in meet else []), engine.step, engine.step]:
+        if call == engine.step:
+            begins(2)
+        try:
+            call()
+            told.append("right")
+        except Exception as error:
+            told.append(str(error).split(":")[0])
+    return told
+
+
+@pytest.mark.parametrize(
+    ("meets", "told"),
+    [
+        ("wait on one rank", ["IG586", "right"]),
+        ("evaluate", ["IG586", "right", "right"]),
+        ("save", ["IG586", "IG586", "right"]),
+        ("discard", ["right", "right", "right"]),
+    ],
+)
+def test_a_step_that_is_refused_late_is_refused_by_what_comes_next(tmp_path: Path, meets: str, told: list[str]) -> None:
+    results = right(run(refused_late, 2, str(tmp_path), meets, join=False, seconds=20, limit=60))
+    assert list(results) == [told] * 2
