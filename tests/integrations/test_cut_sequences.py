@@ -155,6 +155,80 @@ def test_the_trainers_loop_has_the_gradients_of_one_device_under_tp(
     assert all(p.shape == q.shape for p, q in zip(saved.parameters(), model().parameters(), strict=True))
 
 
+def classifier(adapter: bool) -> Any:
+    """A decoder with three scores for each row; with an adapter in it, or without."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    config = model().config
+    config.num_labels, config.pad_token_id = 3, VOCAB  # no token of a row
+    torch.manual_seed(2)
+    config.vocab_size = VOCAB + 1
+    whole = AutoModelForSequenceClassification.from_config(config)
+    if adapter:
+        parts = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        whole = get_peft_model(whole, parts)
+    return whole.double()
+
+
+def classes(rows: int) -> list[dict[str, Tensor]]:
+    """Rows of other lengths, and a class of each; the second has none."""
+    given = Rows(rows)
+    text = given.text.masked_fill(given.mask == 0, VOCAB)
+    label = torch.arange(rows) % 3
+    label[1] = -100
+    return [{"input_ids": text[n], "attention_mask": given.mask[n], "labels": label[n]} for n in range(rows)]
+
+
+def classified(layout: str, accumulation: int, adapter: bool) -> dict[str, Any]:
+    """One step of the Trainer's own loop: gradients by name; and an evaluated loss."""
+    from transformers import Trainer, TrainerCallback
+
+    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as folder:
+        options = arguments(folder, 2, 1, max_steps=1, gradient_accumulation_steps=accumulation, max_grad_norm=0.0)
+        seen: dict[str, Any] = {}
+
+        class Looks(TrainerCallback):  # type: ignore[misc]
+            def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+                seen.update({name: g.clone() for name, g in found.engine.grads().items()})
+
+        options.learning_rate, rows = 0.0, 2 * accumulation * (2 if "dp2" in layout else 1)
+        kind = ig.integrations.trainer(Trainer, layout)
+        found = kind(classifier(adapter), options, train_dataset=classes(rows), eval_dataset=classes(rows),
+                     callbacks=[Looks()])  # fmt: skip
+        with ForceFP64():
+            found.train()
+            seen["evaluated"] = found.evaluate()["eval_loss"]
+        return seen
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "accumulation", "adapter"),
+    [
+        (2, "cp2 ulysses zero1", 1, False),
+        (2, "cp2 ring zero3", 3, False),
+        (2, "cp2 ring", 3, True),
+        (2, "tp2 zero1", 3, False),
+        pytest.param(4, "dp2 cp2 ulysses zero2", 3, False, marks=pytest.mark.slow),
+        pytest.param(4, "cp2 ring tp2", 1, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_classifier_of_rows_has_the_gradients_of_one_device(
+    worlds, ranks: int, layout: str, accumulation: int, adapter: bool
+) -> None:
+    rows = 2 * accumulation * (2 if "dp2" in layout else 1)
+    whole, batch = classifier(adapter), torch.utils.data.default_collate(classes(rows))
+    with ForceFP64():
+        loss = whole(**batch, use_cache=False).loss
+        loss.backward()
+    for found in worlds(ranks).run(classified, layout, accumulation, adapter):
+        assert adapter or accumulation > 1 or found["evaluated"] == pytest.approx(float(loss), rel=1e-5)
+        for name, parameter in whole.named_parameters():
+            if parameter.requires_grad:
+                error = (found[name].double() - parameter.grad).abs().max() / parameter.grad.abs().max()
+                assert float(error) < 1e-9, (name, float(error))
+
+
 @pytest.mark.parametrize(
     ("ranks", "layout", "accumulation"),
     [

@@ -19,7 +19,7 @@ from isograd.hf.context_parallel import attach_attention
 from isograd.hf.dependency_probe import probe_dependencies, tiny_model
 from isograd.hf.fused_head_loss import FusedHeadLoss, may_join, refuse_logits
 from isograd.hf.initial_values import Folder, Present, Random, Source, give_starts
-from isograd.hf.losses import CAUSAL, library_of, refuse_cut_sequences, refuse_other_parts
+from isograd.hf.losses import CAUSAL, cut_scored_rows, library_of, refuse_cut_sequences, refuse_other_parts
 from isograd.hf.quantized import pack_base
 from isograd.hf.sequence_parallel import refuse_sequences
 from isograd.hf.stages import cut_into_stages
@@ -91,6 +91,7 @@ def place(
         with ExitStack() as stack:  # stages and parameters without values cannot be tried: a small copy is
             whole = fill and mesh.size("pp") == 1
             attach_attention(model, mesh, model if whole else stack.enter_context(tiny_model(library, config)))
+        cut_scored_rows(model, mesh)
     if joined is not None:
         refuse_logits(model, joined)
 

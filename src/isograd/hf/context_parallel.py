@@ -28,7 +28,7 @@ from isograd.sequence.token_layout import TokenLayout
 
 # Keywords that transformers passes to attention and that attention does not need.
 UNUSED = ("position_ids", "use_cache", "labels", "shift_labels", "num_items_in_batch", "output_hidden_states",
-          "return_dict", "cache_position")  # fmt: skip
+          "return_dict", "cache_position", "margin")  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,7 @@ def attach_attention(model: Any, mesh: Mesh, tried: Any) -> None:
     """Give a model of transformers the attention above, after a trial that nothing else in it mixes tokens. With a mesh
     without cp, it gets its own attention back.
 
-    tried: the model, or a whole small copy of it.
+    tried: the model, or a whole small copy of it. Of one that scores rows its base is attached.
     """
     _detach(model)
     if mesh.size("cp") == 1:
@@ -140,7 +140,7 @@ def attach_attention(model: Any, mesh: Mesh, tried: Any) -> None:
         heads_here(here, here, mesh)  # refuses too few
     configs, own = _register_and_try(model, tried)
     gate = _Gate(mesh, configs)
-    base: Any = getattr(model, "base_model", model)
+    base: Any = base_of(model)
     handles = [base.register_forward_pre_hook(gate.check, with_kwargs=True)]
     for module in base.modules():
         if getattr(module, "rope_type", None) == "longrope":
@@ -161,7 +161,7 @@ def _register_and_try(model: Any, tried: Any) -> tuple[list[Any], str]:
     AttentionMaskInterface.register(TRIAL, trial_mask)  # under NAME none is made at all
     configs, own = _own_configs(model), model.config._attn_implementation
     try:
-        probe_cp(tried)
+        probe_cp(base_of(tried) if scores_rows(tried) else tried)
         model.set_attn_implementation(NAME)
     except BaseException:
         model.set_attn_implementation(own)
@@ -178,6 +178,26 @@ def _own_configs(model: Any) -> list[Any]:
         if id(config) in copies:
             module.config = copies[id(config)]
     return [module.config for module in model.modules() if hasattr(module, "config")]
+
+
+def scores_rows(model: Any) -> bool:
+    """Whether a model of transformers, with adapters or without, ends in a score of each row's last token."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
+
+    inner: Any = without_adapters(model)
+    library: Any = CLASSES.get(type(inner.config), None) if hasattr(inner, "score") else None
+    return library is not None and library is type(inner)
+
+
+def without_adapters(model: Any) -> Any:
+    """The model of transformers in one of peft's."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def base_of(model: Any) -> Any:
+    """The layers below a model's head."""
+    inner = without_adapters(model)
+    return getattr(inner, "base_model", inner)
 
 
 def _detach(model: Any) -> None:

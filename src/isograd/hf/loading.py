@@ -21,7 +21,7 @@ from isograd.errors import ModelError, headline
 from isograd.hf import proof
 from isograd.hf.build import build, cut_in_place, empty
 from isograd.hf.context_parallel import attach_attention
-from isograd.hf.losses import library_of_model
+from isograd.hf.losses import cut_scored_rows, library_of_model
 from isograd.hf.quantized import refuse_bits
 from isograd.hf.stages import refuse_shared_keys
 from isograd.io.no_follow import not_there
@@ -83,6 +83,7 @@ def attach(model: Model, mesh: Mesh, *, prove: bool = True, logits: bool = False
     axes = [f"{axis}{mesh.size(axis)}" for axis in ("tp", "pp", "ep") if mesh.size(axis) > 1 and axis not in cut]
     if not axes:
         attach_attention(model, mesh, model)
+        cut_scored_rows(model, mesh)
         return model
     config: Any = getattr(model, "config", None)
     library, loss = library_of_model(model, mesh) if hasattr(config, "model_type") else (None, "")

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from isograd.core.mesh import Mesh
 from isograd.errors import ModelError, did_you_mean
-from isograd.hf.context_parallel import SequenceCut
-from isograd.hf.sub_configs import parts_of
+from isograd.hf.context_parallel import SequenceCut, base_of, scores_rows, without_adapters
+from isograd.hf.sub_configs import parts_of, text_of
 from isograd.sequence.attend import gather_whole, token_layout_for
 from isograd.sequence.token_layout import TokenLayout, document_starts
 
 CAUSAL, MASKED, SEQ2SEQ, SCORE = "causal", "masked", "seq2seq", "score"
 IGNORE = -100  # the label that does not count, as transformers has it
 KEYS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")  # of a causal batch
+EMBEDS = "inputs_embeds"  # [b, s, hidden], in the place of input_ids
 # What a batch of the other losses may hold beside input_ids and labels.
 OPTIONS = {
     MASKED: ("attention_mask", "token_type_ids", "position_ids"),
@@ -76,8 +77,9 @@ def _classes(config: Any) -> list[tuple[Any, str]]:
 
 
 def refuse_cut_sequences(loss: str, name: str, mesh: Mesh) -> None:
-    """Attention over cut sequences is causal."""
-    if loss != CAUSAL and mesh.size("cp") > 1:
+    """Attention over cut sequences is causal; of scores only those of rows are taken behind it."""
+    rows = loss == SCORE and name.endswith("ForSequenceClassification") and mesh.size("pp") == 1
+    if loss != CAUSAL and not rows and mesh.size("cp") > 1:
         raise ModelError(
             "IG460",
             f"{name} is not cut over cp: its loss is {loss}, and attention over cut sequences is causal",
@@ -101,6 +103,49 @@ class BatchPart:
         return gather_whole(x, self.cut.mesh, self.cut.places)
 
 
+@dataclass(eq=False)
+class RowScores:
+    """Hooks of a model that scores rows, which is given whole rows: its layers get this rank's part of them, and its
+    head gives the scores of all tokens, of which the library takes each row's last. Every cp rank has the same loss of
+    them, which enters the step once per rank."""
+
+    mesh: Mesh
+    part: BatchPart | None = None  # of the running forward
+
+    def cut(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        """Of the layers: whole rows -> this rank's part."""
+        given = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
+        self._refuse_scored_padding(base, given)
+        self.part = shard({name: given.pop(name) for name in (*KEYS, EMBEDS) if name in given}, self.mesh)
+        return (), given | self.part.inputs
+
+    def _refuse_scored_padding(self, base: Any, given: Mapping[str, Any]) -> None:
+        """The library may take the score of a token that the mask excludes, which attends to other padding here."""
+        mask, ids, pad = given.get("attention_mask"), given.get("input_ids"), text_of(base.config).pad_token_id
+        if mask is not None and bool((mask.eq(0) & (True if ids is None or pad is None else ids.ne(pad))).any()):
+            raise ModelError(
+                "IG445",
+                "padding whose score would be taken for its row's",
+                seen=f"tokens that attention_mask excludes, of embeddings or other than pad_token_id={pad}",
+                expected="the pad token there, by which transformers finds the last token of a row",
+                fix="input_ids.masked_fill(attention_mask == 0, model.config.pad_token_id)",
+                where=self.mesh.describe_rank(),
+            )
+
+    def gather(self, head: Any, args: tuple[Any, ...], scores: Tensor) -> Tensor:
+        """Of the head: [b, local, n] -> [b, s, n]."""
+        assert self.part is not None
+        return self.part.gather_sequence(scores)
+
+
+def cut_scored_rows(model: Any, mesh: Mesh) -> None:
+    """Give a model that scores rows, and is attached to a mesh with cp, the hooks above."""
+    if hasattr(model, "_isograd_attached") and scores_rows(model):
+        hooks, (handles, _) = RowScores(mesh), model._isograd_attached
+        handles.append(base_of(model).register_forward_pre_hook(hooks.cut, with_kwargs=True, prepend=True))
+        handles.append(without_adapters(model).score.register_forward_hook(hooks.gather))
+
+
 def shard(batch: Mapping[str, Any], mesh: Mesh, loss: str = CAUSAL) -> BatchPart:
     """This rank's part of whole sequences: inputs for the model, and the number of labels its loss is the mean of.
 
@@ -108,7 +153,8 @@ def shard(batch: Mapping[str, Any], mesh: Mesh, loss: str = CAUSAL) -> BatchPart
 
     loss "causal": input_ids [b, s]; labels [b, s] as transformers has them, aligned with input_ids and shifted here,
     before anything is cut, or shift_labels, which are shifted already; attention_mask with padding at the END of rows
-    only; position_ids: where they restart, a new document begins, which attends only to itself.
+    only; position_ids: where they restart, a new document begins, which attends only to itself; inputs_embeds
+    [b, s, hidden] in the place of input_ids, whose gradient is that of this rank's part.
     loss "masked": labels at their own places. loss "seq2seq": labels [b, t] that a decoder predicts.
     """
     given = {name: tensor for name, tensor in batch.items() if tensor is not None}
@@ -146,7 +192,8 @@ def shard(batch: Mapping[str, Any], mesh: Mesh, loss: str = CAUSAL) -> BatchPart
 
 def _causal(given: dict[str, Any], mesh: Mesh) -> BatchPart:
     _refuse_unknown(given, mesh)
-    tokens: Tensor = given["input_ids"]
+    embeds: Tensor | None = given.get(EMBEDS)
+    tokens = given["input_ids"] if embeds is None else embeds.new_zeros(embeds.shape[:2], dtype=torch.long)
     rows, length = tokens.shape
     places, rank = token_layout_for(length, 1, mesh), mesh.index("cp")  # under sp, tp divides the tokens of each row
     labels = torch.full_like(tokens, IGNORE)
@@ -158,11 +205,11 @@ def _causal(given: dict[str, Any], mesh: Mesh) -> BatchPart:
     if mask is not None:
         _refuse_padding(mask.bool(), labels, mesh)
     positions = given.get("position_ids", torch.arange(length, device=tokens.device).expand(rows, -1))
-    cut = SequenceCut(mesh, places, _starts(given.get("position_ids"), mask, places, mesh), (tokens, labels, positions))
+    starts, whole = _starts(given.get("position_ids"), mask, places, mesh), (tokens, labels, positions)
+    cut = SequenceCut(mesh, places, starts, whole if embeds is None else (*whole, embeds))
     mine = places.shard(labels, rank, IGNORE).contiguous()  # transformers views labels
     weight = (mine != IGNORE).sum()
-    inputs = {
-        "input_ids": places.shard(tokens, rank),
+    inputs = {name: places.shard(given[name], rank) for name in ("input_ids", EMBEDS) if name in given} | {
         "position_ids": places.shard(positions, rank),
         "use_cache": False,
     }
@@ -173,8 +220,9 @@ def _causal(given: dict[str, Any], mesh: Mesh) -> BatchPart:
 
 def _refuse_unknown(given: dict[str, Any], mesh: Mesh) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in given.items() if isinstance(tensor, Tensor)}
-    unknown = sorted(given.keys() - set(KEYS))
-    if unknown or "input_ids" not in given or len(set(shapes.values())) != 1 or len(shapes["input_ids"]) != 2:
+    unknown = sorted(given.keys() - ({*KEYS, EMBEDS} if mesh.size("pp") == 1 else {*KEYS}))
+    alike = {shape[:2] if name == EMBEDS else shape for name, shape in shapes.items()}
+    if unknown or not given.keys() & {"input_ids", EMBEDS} or len(alike) != 1 or len(min(alike)) != 2:
         hint = did_you_mean(unknown[0], KEYS) if unknown else ""
         raise ModelError(
             "IG444",

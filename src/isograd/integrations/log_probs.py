@@ -25,6 +25,7 @@ from isograd.core.contract import contract_of
 from isograd.core.mesh import Mesh
 from isograd.engine.validation import pipeline_of
 from isograd.hf import shard
+from isograd.hf.context_parallel import without_adapters
 from isograd.hf.losses import IGNORE, KEYS
 from isograd.integrations.shared_rows import cut_whole_model
 
@@ -34,11 +35,10 @@ FUSED = {"fused_lm_head": True}
 
 
 def has_shared_loss(kind: type, mesh: Mesh) -> bool:
-    """Whether the loss of a Trainer class is one of TRL's that all ranks which share rows compute. A score is that of a
-    row's last token, which under cp one of them has."""
+    """Whether the loss of a Trainer class is one of TRL's that all ranks which share rows compute."""
     others = (one for one in kind.__mro__ if not one.__module__.startswith("isograd."))
     loss = next((one for one in others if "compute_loss" in vars(one)), object)
-    known = OF_LOG_PROBS + (OF_SCORES if mesh.size("cp") == 1 else ())
+    known = OF_LOG_PROBS + (OF_SCORES if mesh.size("cp") == 1 or mesh.size("pp") == 1 else ())
     return loss.__module__.startswith("trl.trainer.") and loss.__name__ in known
 
 
@@ -99,7 +99,7 @@ def _in_stages(model: Any, loss_of: Callable[..., Any]) -> None:
 
 
 def _give_forward(model: Any, mesh: Mesh) -> None:
-    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    model = without_adapters(model)
     given = model.forward
     if "forward" not in vars(model):  # TRL has given it none: a score has no head of the vocabulary's size
         return

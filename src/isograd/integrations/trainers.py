@@ -27,6 +27,7 @@ from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Stats
 from isograd.errors import EngineError, IntegrationError
 from isograd.hf import shard
+from isograd.hf.context_parallel import scores_rows
 from isograd.hf.export import export_hf
 from isograd.hf.losses import KEYS
 from isograd.integrations.log_probs import SharedLoss, has_shared_loss
@@ -104,8 +105,10 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
 
     @property
     def shares_loss(self) -> bool:
-        """Whether the ranks that share rows, or a model, all compute TRL's loss of whole rows."""
-        return (self._shares_rows or cuts_model(self.mesh)) and has_shared_loss(type(self), self.mesh)
+        """Whether the ranks that share rows, or a model, all compute one loss of whole rows: of TRL, or of scores."""
+        scored = self.mesh.size("pp") == 1 and scores_rows(self.model)
+        shares = self._shares_rows or cuts_model(self.mesh)
+        return shares and (scored or has_shared_loss(type(self), self.mesh))
 
     @property
     def engine(self) -> Engine:
