@@ -4,6 +4,8 @@ those of transformers on one device; and refusals. Runs that go on under another
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ import isograd as ig
 from isograd.comm import world
 from isograd.errors import IsogradError
 from isograd.hf.force_fp64 import ForceFP64
+from isograd.integrations.shared_rows import CutModels
 
-from .test_cut_sequences import Rows, model, same
+from .test_cut_sequences import VOCAB, Rows, model, same
 from .worlds import as_lightning_finds_it
 
 fabrics, lightning = pytest.importorskip("lightning.fabric"), pytest.importorskip("lightning.pytorch")
@@ -145,6 +148,188 @@ def test_a_fit_of_lightning_has_the_gradients_of_one_device(
 ) -> None:
     for found in worlds(ranks).run(by_lightning, layout, accumulation, str(tmp_path), manual, kind):
         same(found, rows_of(layout, accumulation), kind)
+
+
+class Writer(torch.nn.Module):
+    """A generator: a language model, and a map from its soft tokens to what a discriminator reads."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.model = model(kind)
+        self.out = torch.nn.Linear(VOCAB, 24).double()
+
+    def forward(self, **batch: Any) -> Any:
+        return self.out(self.model(**batch).logits.softmax(-1))
+
+
+class Gan(lightning.LightningModule):
+    """Two members with an optimizer each. reads: whether the discriminator gives a number for each token, or row; or
+    for each token by experts."""
+
+    def __init__(self, reads: str, micros: int) -> None:
+        super().__init__()
+        from transformers import AutoModelForSequenceClassification
+
+        kind = "qwen3_moe" if reads == "experts" else "llama"
+        self.generator, self.discriminator = Writer(kind), model(kind)
+        self.automatic_optimization, self.reads, self.micros, self.seen = False, reads, micros, dict[str, Any]()
+        if reads == "rows":
+            config = self.discriminator.config
+            config.num_labels, config.pad_token_id = 1, 0
+            self.discriminator = AutoModelForSequenceClassification.from_config(config).double()
+
+    def mean(self, sign: int, mask: Any, **given: Any) -> Any:
+        """Of softplus over the tokens, or rows, that count."""
+        scores = torch.nn.functional.softplus(sign * self.discriminator(**given).logits[..., 0])
+        return scores.mean() if self.reads == "rows" else (scores * mask).sum() / mask.sum()
+
+    def losses(self, batch: Any) -> Iterator[tuple[str, Any, Any]]:
+        """The member that steps, its losses, and what each is the mean of; None: labels, which the loop counts."""
+        text, mask, rows = batch["input_ids"], batch["attention_mask"], self.reads == "rows"
+        count = len(mask) if rows else mask.sum()
+        masked = {} if rows else {"attention_mask": mask}  # the score of embeddings is that of the last of all
+        made = self.generator(input_ids=text, **masked)
+        real = self.mean(-1, mask, input_ids=text.masked_fill(mask == 0, 0), attention_mask=mask)
+        fake = self.mean(1, mask, inputs_embeds=made.detach(), **masked)
+        yield "discriminator", [real + fake], [count]
+        if self.micros > 1:  # the generator was frozen above
+            made = self.generator(input_ids=text, **masked)
+        mislead = self.mean(-1, mask, inputs_embeds=made, **masked)
+        yield "generator", [mislead, self.generator.model(**batch).loss], [count, None]
+
+    def training_step(self, batch: Any, number: int) -> None:
+        optimizers = dict(zip(("discriminator", "generator"), self.optimizers(), strict=True))
+        toggles, losses = self.micros > 1, self.losses(batch)
+        for name, optimizer in optimizers.items():
+            if toggles:
+                self.toggle_optimizer(optimizer)
+            elif name == "generator":  # what its loss leaves in the discriminator is dropped below
+                optimizer.zero_grad()
+            _, means, counts = next(losses)
+            for loss, count in zip(means, counts, strict=True):
+                self.manual_backward(loss, **({} if count is None else {"weight": count}))
+            if toggles:
+                self.untoggle_optimizer(optimizer)
+            if not toggles:
+                self.step(name, optimizer)
+        for name, optimizer in optimizers.items():
+            if toggles and (number + 1) % self.micros == 0:  # the losses of both come before their steps
+                self.step(name, optimizer)
+            if not toggles:
+                optimizer.zero_grad()
+
+    def step(self, name: str, optimizer: Any) -> None:
+        grads = self.trainer.strategy.engines[name].grads()
+        self.seen |= {f"{name}.{parameter}": gradient.clone() for parameter, gradient in grads.items()}
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), lr=RATE) for part in (self.discriminator, self.generator)]
+
+
+def by_a_gan(reads: str, layout: str, accumulation: int, folder: str, resumed: str = "") -> dict[str, Any]:
+    """One step of each optimizer, in a fit of its own; resumed: from the checkpoint of the step before."""
+    with as_lightning_finds_it():
+        module = Gan(reads, accumulation)
+        steps = 1 + bool(resumed)
+        runs = trainer(layout, folder, 1, max_steps=-1, max_epochs=steps)
+        loader = DataLoader(Rows(rows_of(layout, accumulation) * 2), batch_size=2)
+        with ForceFP64():
+            runs.fit(module, loader, ckpt_path=resumed or None)
+        runs.save_checkpoint(f"{folder}/{steps}.ckpt")
+        losses = {f"loss of {n}": e.stats.loss for n, e in zip("DG", runs.strategy.optimizers, strict=True)}
+        return module.seen | {name: torch.tensor(loss, dtype=torch.float64) for name, loss in losses.items()}
+
+
+@lru_cache
+def gan_of_one_device(reads: str, accumulation: int, rows: int, steps: int = 1) -> dict[str, Any]:
+    """The same in plain torch, of all rows at once: what the last step has."""
+    module, seen = Gan(reads, accumulation), dict[str, Any]()
+    optimizers = module.configure_optimizers()
+    batch = torch.utils.data.default_collate([Rows(rows)[row] for row in range(rows)])
+    labels = (batch["labels"][:, 1:] != -100).sum()
+    with ForceFP64():
+        for _ in range(steps):
+            for optimizer, (name, means, counts) in zip(optimizers, module.losses(batch), strict=False):
+                weights = [labels if count is None else count for count in counts]
+                loss = sum(mean * weight for mean, weight in zip(means, weights, strict=True)) / sum(weights)
+                member = getattr(module, name)
+                found = torch.autograd.grad(loss, list(member.parameters()), retain_graph=True, allow_unused=True)
+                for (parameter, own), gradient in zip(member.named_parameters(), found, strict=True):
+                    own.grad = torch.zeros_like(own) if gradient is None else gradient
+                    seen[f"{name}.{parameter}"] = own.grad.clone()
+                seen[f"loss of {name[0].upper()}"] = loss.detach()
+                if accumulation == 1:
+                    optimizer.step()
+            if accumulation > 1:
+                for optimizer in optimizers:
+                    optimizer.step()
+    return seen
+
+
+def same_gan(found: dict[str, Any], true: dict[str, Any]) -> None:
+    for name, value in true.items():
+        error = (found[name].double() - value).abs().max() / value.abs().max()
+        assert float(error) < 1e-9, (name, float(error))
+
+
+GANS = [
+    ("tokens", 2, "cp2 ulysses zero1", 1),
+    ("tokens", 2, "cp2 ring zero3", 3),
+    ("rows", 2, "cp2 ring", 1),
+    ("rows", 2, "cp2 ulysses zero2", 3),
+    ("tokens", 2, "tp2", 3),
+    ("tokens", 2, "tp2 sp zero3", 1),
+    ("rows", 2, "tp2 zero1", 3),
+    ("experts", 2, "dp2 ep2 zero1", 3),
+    ("experts", 2, "dp2 ep2", 1),
+    pytest.param("tokens", 4, "dp2 cp2 ulysses zero3", 3, marks=pytest.mark.slow),
+    pytest.param("rows", 4, "dp2 cp2 ring zero1", 1, marks=pytest.mark.slow),
+    pytest.param("tokens", 4, "dp2 tp2 sp zero2", 3, marks=pytest.mark.slow),
+    pytest.param("rows", 4, "dp2 tp2 zero3", 1, marks=pytest.mark.slow),
+    pytest.param("tokens", 4, "cp2 ring tp2 zero1", 3, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("reads, ranks, layout, accumulation", GANS)
+def test_a_gan_of_two_optimizers_has_the_gradients_of_one_device(
+    worlds, tmp_path: Path, reads: str, ranks: int, layout: str, accumulation: int
+) -> None:
+    true = gan_of_one_device(reads, accumulation, 2 * rows_of(layout, accumulation))
+    for found in worlds(ranks).run(by_a_gan, reads, layout, accumulation, str(tmp_path)):
+        same_gan(found, true)
+
+
+@pytest.mark.medium
+def test_a_gan_goes_on_under_another_layout(worlds, tmp_path: Path) -> None:
+    worlds(2).run(by_a_gan, "tokens", "cp2 ulysses zero1", 3, str(tmp_path))
+    every = worlds(2).run(by_a_gan, "tokens", "tp2 zero3", 3, str(tmp_path), f"{tmp_path}/1.ckpt")
+    for found in every:
+        same_gan(found, gan_of_one_device("tokens", 3, 6, 2))
+
+
+def with_noise(layout: str) -> list[str]:
+    """What models are told that read noise which each rank draws by itself; and of outputs that are no whole rows."""
+    mesh, said = ig.Mesh(layout), []
+    (whole,) = CutModels(mesh).cut_each(model())
+    drawn = torch.Generator().manual_seed(mesh.rank)
+    noise = torch.randn(2, 11, 24, generator=drawn, dtype=torch.float64)
+    rows = torch.utils.data.default_collate([Rows(2)[row] for row in range(2)])
+    for given in ({"inputs_embeds": noise}, rows | {"output_hidden_states": True}):
+        try:
+            whole(**given)
+            said.append("nothing")
+        except IsogradError as error:
+            said.append(error.code)
+    return said
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("layout, layers", [("cp2 ring", "nothing"), ("tp2", "nothing"), ("tp2 sp", "IG861")])
+def test_noise_that_differs_between_ranks_that_share_rows_is_refused(worlds, layout: str, layers: str) -> None:
+    for said in worlds(2).run(with_noise, layout):
+        assert said == ["IG414", layers]
 
 
 def refused() -> dict[str, Any]:

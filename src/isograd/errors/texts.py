@@ -80,10 +80,10 @@ IG411: the sequence is longer than the model's positions
 IG413: dropout without key and samples would differ between layouts
   expected: model(tokens, labels, key=isograd.core.rng.key(seed, step), samples=ids)
   fix:      pass both, or call model.eval()
-IG414: ranks of one cp group were given different sequences
-  seen:     tokens, labels or documents that differ from those of ranks {unlike}
-  expected: the same whole sequences on every rank of a cp group: the model takes its own part of each
-  fix:      index the data by mesh.index('dp'), not by mesh.index('dp cp') or the global rank
+IG414: ranks of one cp or tp group were given different sequences
+  seen:     tokens, embeddings, labels or documents that differ from those of ranks {unlike}
+  expected: the same whole sequences on every rank of a group: the model takes its own part of each
+  fix:      index the data by mesh.index('dp'), not by mesh.index('dp cp') or the global rank; seed noise by it, too
 IG415: a model cut into pipeline stages is not called; its pieces run in the order of a schedule
   expected: engine.train_step(batch, micro_batches=k), or engine.evaluate
 IG417: the model was given token ids or labels outside its vocabulary

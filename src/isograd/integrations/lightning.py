@@ -106,18 +106,16 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
             super().setup(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Lightning's, and an engine of the one optimizer. Under cp, tp, ep and pp the model of transformers in the
-        module is attached or cut in place before."""
+        """Lightning's, and an engine of each optimizer. Under cp, tp, ep and pp the model of transformers in the
+        module, or each of several, is attached or cut in place."""
         mesh, module = self.mesh, self.lightning_module
-        model = self._cut_models.cut(module)
-        self._label_counter = LabelCounter(model, "training_step", mesh)
         super().setup_optimizers(trainer)
         algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)
         plain = lightning.LightningModule.configure_gradient_clipping
         refuse(
             {
                 f"{len(self.optimizers)} optimizers": len(self.optimizers) != 1
-                and (module.automatic_optimization or model is not module or not self.optimizers),
+                and (module.automatic_optimization or not self.optimizers),
                 "several optimizers of fp16": len(self.optimizers) > 1
                 and any(parameter.dtype == torch.float16 for parameter in module.parameters()),
                 f"options of DDP: {self._ddp_kwargs}": self._ddp_kwargs,
@@ -131,16 +129,20 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
                 "configure_gradient_clipping": type(module).configure_gradient_clipping is not plain,
             },
             "this fit reduces, scales or clips gradients by itself",
-            "one optimizer of what trains in the whole fit, or in manual optimization under dp one for each member; "
+            "one optimizer of what trains in the whole fit, or in manual optimization one for each member; "
             "gradient_clip_val=... clips by the norm; averages: zero2",
             mesh,
         )
+        several = len(self.optimizers) > 1  # such as a GAN's
+        models = self._cut_models.cut_each(module) if several else [self._cut_models.cut(module)]
+        heard = models or [module]
+        self._label_counter = LabelCounter(heard[0], "training_step", mesh, *heard[1:])
         if mesh.size("pp") > 1:  # the module's forward is not called in a step: the engine finds the stages here
-            module.chunks, module.refuse_micro = model.chunks, model.refuse_micro
+            module.chunks, module.refuse_micro = models[0].chunks, models[0].refuse_micro
         clip, made = trainer.gradient_clip_val or None, dict[Engine, TrainedModule]()
         for given in self.optimizers:
             self._cut_models.follow(given)
-            part = module if len(self.optimizers) == 1 else _member_of(module, given, mesh)
+            part = _member_of(module, given, mesh) if several else module
             engine = Engine(part, mesh, on_shards(given, part, mesh), clip=clip, elementwise=self._elementwise)
             name_failed_rank_in_forward(engine)
             made[engine] = TrainedModule(part, self._label_counter, engine)
@@ -198,7 +200,7 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     def _labels_of(self, loss: Tensor, given: float | Tensor | None, line: str) -> float | Tensor | None:
         """given; else how many labels a model of transformers has made the loss of. line: as `weight_of` takes it."""
-        if self._cut_models.shares_rows:
+        if self._cut_models.shares_rows and len(self.optimizers) == 1:
             return self._cut_models.weight_of(loss, given, line)
         return self._label_counter.labels_of(loss) if given is None else given
 

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from isograd.comm import raw
+from isograd.comm import ops, raw
 from isograd.comm.consensus import all_gather_object
 from isograd.core.contract import assemble, contract_of
 from isograd.core.mesh import Mesh
 from isograd.engine.validation import pipeline_of
 from isograd.errors import IntegrationError
 from isograd.hf import BatchPart, attach, shard
+from isograd.hf.context_parallel import scores_rows
+from isograd.hf.losses import CAUSAL, EMBEDS, KEYS, library_of_model
 from isograd.integrations.world import mesh_for, refuse
+from isograd.sequence import refuse_unlike
 
 
 class RowParts:
@@ -60,6 +63,51 @@ class RowParts:
         for axis in ("pp", "cp"):
             total = raw.all_reduce(total, self._mesh.group(axis))
         return CausalLMOutput(loss=total[0] / total[1].clamp(min=1))
+
+
+class WholeRows(RowParts):
+    """Such a forward of one of several models: what it gives is of whole rows, too, and alike on the ranks that share
+    them, so that a loss is made of it as on one device. Every rank of a cp group has this loss, which enters the step
+    once per rank, each time with the same weight: gathers have sums as adjoints. Under tp it enters once."""
+
+    def __init__(self, forward: Callable[..., Any], mesh: Mesh, waiting: list[dict[str, Any]]) -> None:
+        super().__init__(forward, mesh, waiting)
+        model: Any = getattr(forward, "__self__", None)
+        cuts = mesh.size("cp") > 1 or mesh.layout.sp
+        self._cuts = cuts and not scores_rows(model) and library_of_model(model, mesh)[1] == CAUSAL
+        self._compared = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rows = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
+        embeds = rows.get(EMBEDS)
+        if embeds is not None and not self._compared:  # under cp it is done below
+            refuse_unlike(self._mesh, embeds, axis="tp")
+            self._compared = True
+        if not self._cuts:
+            return self.whole_rows(**rows)
+        part = shard({name: rows.pop(name) for name in (*KEYS, EMBEDS) if name in rows}, self._mesh)
+        output, group = self.whole_rows(**rows | part.inputs), self._mesh.group("cp")
+        if output.get("loss") is not None:
+            total = ops.all_gather((output["loss"] * part.weight)[None], group).sum()
+            output["loss"] = total / raw.all_reduce(part.weight, group).clamp(min=1)
+        for name, value in output.items():
+            if isinstance(value, tuple):
+                output[name] = tuple(self._joined(name, one, part) for one in value)
+            elif isinstance(value, Tensor) and value.dim():
+                output[name] = self._joined(name, value, part)
+        return output
+
+    def _joined(self, name: str, value: Tensor, part: BatchPart) -> Tensor:
+        if value.shape[1] != part.cut.places.local:
+            raise IntegrationError(
+                "IG861",
+                "an output of which no rank has this part of the sequences",
+                seen=f"output.{name}, {tuple(value.shape)}, under {str(self._mesh.layout)!r}",
+                expected=f"{part.cut.places.local} tokens on each rank, as logits have",
+                fix="call the model without output_hidden_states=True and the like; or a layout without sp",
+                where=self._mesh.describe_rank(),
+            )
+        return part.gather_sequence(value)
 
 
 class _LossOfStep:
@@ -112,13 +160,37 @@ class CutModels:
             self.mesh,
         )
         self.waiting.clear()  # of a fit that an exception has ended
-        self._replaced.update(cut_whole_model(model, self.mesh))
+        self._cut(model, RowParts)
+        return model
+
+    def cut_each(self, module: nn.Module) -> list[nn.Module]:
+        """The models of transformers in a module that train, each with an optimizer of its own: they are cut in the
+        same way, and give whole rows. What else trains in the module has whole rows on each rank."""
+        trained = [part for part in module.modules() if any(p.requires_grad for p in part.parameters())]
+        models = [part for part in trained if hasattr(part, "set_attn_implementation")]
+        within = {part for model in models for part in model.modules() if part is not model}
+        models = [model for model in models if model not in within]
+        refuse(
+            {f"{type(module).__name__} without one": not models and (self.shares_rows or cuts_model(self.mesh))},
+            "ranks that share their rows train models of transformers",
+            "a layout of dp and zero0 to zero3",
+            self.mesh,
+        )
+        for model in models:
+            if isinstance(model.forward, RowParts):
+                model.forward = model.forward.whole_rows
+            if self.shares_rows or cuts_model(self.mesh):
+                self._cut(model, WholeRows)
+        return models
+
+    def _cut(self, model: nn.Module, forward: type[RowParts]) -> None:
+        whole = forward is WholeRows
+        self._replaced.update(cut_whole_model(model, self.mesh, logits=whole))
         if self.mesh.size("cp") > 1 and self.mesh.size("pp") == 1:
             attach(model, self.mesh)
         if self.shares_rows:
-            self._parts.append(RowParts(model.forward, self.mesh, self.waiting))
+            self._parts.append(forward(model.forward, self.mesh, self.waiting))
             model.forward = self._parts[-1]
-        return model
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that was made for whole models gets the parts that have taken their place."""
@@ -203,15 +275,15 @@ def cuts_model(mesh: Mesh) -> bool:
     return mesh.size("tp") * mesh.size("ep") * mesh.size("pp") > 1
 
 
-def cut_whole_model(model: nn.Module, mesh: Mesh, *, prove: bool = True) -> WeakIdKeyDictionary:
-    """Under tp, ep and pp each rank gets its part of a whole model, which cp attaches. Returns {parameter before:
-    after}, with None after one that is in another stage."""
+def cut_whole_model(model: nn.Module, mesh: Mesh, *, prove: bool = True, logits: bool = False) -> WeakIdKeyDictionary:
+    """Under tp, ep and pp each rank gets its part of a whole model, which cp attaches; prove, logits: as in `attach`.
+    Returns {parameter before: after}, with None after one that is in another stage."""
     contracts = [contract_of(parameter) for parameter in model.parameters()]
     cut = {shard.axis for contract in contracts if contract is not None for shard in contract.shards}
     cut |= {"pp"} if hasattr(model, "chunks") else set()
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     if any(mesh.size(axis) > 1 and axis not in cut for axis in ("tp", "ep", "pp")):
-        attach(model, mesh, prove=prove)
+        attach(model, mesh, prove=prove, logits=logits)
     if mesh.size("cp") > 1 and not hasattr(model, "_isograd_attached"):  # ig.hf.load has attached its own
         attach(model, mesh)
     after = dict(model.named_parameters(remove_duplicate=False))

@@ -50,27 +50,28 @@ def labels_of_loss(model: object, batch: Mapping[str, Any]) -> Tensor | None:
 
 
 class LabelCounter:
-    """Listens to a model's forwards: a loss that the model has made of labels weighs these, any other one its rows."""
+    """Listens to models' forwards: a loss that a model has made of labels weighs these, any other one its rows."""
 
-    def __init__(self, model: nn.Module, call: str, mesh: Mesh) -> None:
-        """call: what was called without weight=, for the line by which rank 0 says so once."""
+    def __init__(self, model: nn.Module, call: str, mesh: Mesh, *others: nn.Module) -> None:
+        """others: further models. call: what was called without weight=, for the line by which rank 0 says so once."""
         self._call, self._mesh, self._speaks = call, mesh, mesh.rank == 0
         self._step = (0, -1)  # an engine, and how many steps it had ended
         self._weighed = False  # whether losses of that step have weights: others count other things
         self._rows = 0
-        self._loss: Tensor | None = None  # made by the model's last forward
-        self._labels: Tensor | None = None
-        model.register_forward_hook(self._record_forward, with_kwargs=True)
+        self._made: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}  # each model's last loss, and of how many labels
+        for each in (model, *others):
+            each.register_forward_hook(self._record_forward, with_kwargs=True)
 
     def _record_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.is_grad_enabled():
             self._rows = rows_in((args, kwargs)) or 0
-            self._loss = output.get("loss") if isinstance(output, Mapping) else None
-            self._labels = None if self._loss is None else labels_of_loss(model, kwargs)
+            self._made.pop(model, None)
+            if isinstance(output, Mapping) and (loss := output.get("loss")) is not None:
+                self._made[model] = (loss, labels_of_loss(model, kwargs))
 
     def labels_of(self, loss: Tensor) -> Tensor | None:
-        """How many labels the model has made this loss of in its last forward; None: another loss."""
-        return self._labels if loss is self._loss else None
+        """How many labels a model has made this loss of in its last forward; None: another loss."""
+        return next((labels for made, labels in self._made.values() if made is loss), None)
 
     def weight_of(
         self, loss: Tensor, given: float | Tensor | None, engine: Engine, rows: int | None = None

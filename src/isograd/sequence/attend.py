@@ -71,9 +71,10 @@ def gather_whole(x: Tensor, mesh: Mesh, places: TokenLayout) -> Tensor:
 
 
 @torch.no_grad()
-def refuse_unlike(mesh: Mesh, *tensors: Tensor | None) -> None:
-    """Refuse different sequences on the ranks of a cp group: attention would join parts of different texts."""
+def refuse_unlike(mesh: Mesh, *tensors: Tensor | None, axis: str = "cp") -> None:
+    """Refuse different sequences on the ranks of a cp group: attention would join parts of different texts. So it is
+    with a tp group."""
     mine = torch.stack([fingerprint(t) for t in tensors if t is not None])
-    unlike = ranks_unlike(mine, mesh.group("cp"))
+    unlike = ranks_unlike(mine, mesh.group(axis))
     if unlike:
         raise ModelError("IG414", where=mesh.describe_rank(), unlike=unlike)
