@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from functools import lru_cache, partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
 from isograd.hf import attach, shard
+from isograd.hf.losses import RowScores
 from tests.sizes import sized
 
 VOCAB = 61
@@ -409,6 +411,22 @@ IDS = torch.arange(8).view(2, 4)
 def test_batches_that_cannot_be_cut_are_refused(batch: dict[str, Tensor], code: str) -> None:
     with pytest.raises(ModelError, match=code):
         shard(batch, Mesh.unbound("cp2 ring"))
+
+
+def test_padding_whose_score_would_be_taken_for_its_rows_is_refused() -> None:
+    from transformers import AutoConfig
+
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    wrong: list[tuple[int | None, dict[str, Tensor]]] = [
+        (9, {"input_ids": IDS}), (None, {"input_ids": IDS}), (3, {"inputs_embeds": torch.zeros(2, 4, 6)})
+    ]  # fmt: skip
+    for pad, given in wrong:
+        base = SimpleNamespace(config=AutoConfig.for_model("llama", pad_token_id=pad))
+        with pytest.raises(ModelError, match="IG445: padding whose score"):
+            RowScores(Mesh.unbound("cp2 ring")).cut(base, (), given | {"attention_mask": mask})
+    base = SimpleNamespace(config=AutoConfig.for_model("llama", pad_token_id=3))  # the last token of the first row
+    _, part = RowScores(Mesh.unbound("cp2 ring")).cut(base, (IDS, mask), {"use_cache": True})
+    assert part["input_ids"].tolist() == [[0, 3], [4, 7]] and not part["use_cache"]
 
 
 def case(mesh: Mesh) -> ig.prove.Case:
