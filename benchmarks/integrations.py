@@ -5,10 +5,15 @@
 
 One stored Llama and one layout for each pair: accelerate's FSDP2 and `zero3` on two data ranks, transformers' own tp
 and `tp`, DeepSpeed's Ulysses for transformers (which is what accelerate's `sp_size` runs) and `cp ulysses zero1`. Ours
-are in accelerate's loop: prepare, backward, step, zero_grad. An "own loop" has `ig.Engine` and no library around it; a
-second table has what the integration costs over it, and over the peer. accelerate turns FSDP on for GPUs alone, and so
-its state is told here what it sets there. DeepSpeed races where it is installed. The columns are those of
-benchmarks.data_parallel.
+are in accelerate's loop: prepare, backward, step, zero_grad; under cp also in DeepSpeed's. An "own loop" has
+`ig.Engine` and no library around it; a second table has what the integration costs over it, and over the peer.
+accelerate turns FSDP on for GPUs alone, and so its state is told here what it sets there. DeepSpeed races where it is
+installed. The columns are those of benchmarks.data_parallel.
+
+At ZeRO 0 to 2 DeepSpeed sums gradients over sequence ranks and divides by data ranks alone, so a rank's loss is its
+labels' sum over the number of all labels. The loss of accelerate's page and of the Trainer goes through
+`torch.distributed.nn.functional.all_gather`, whose backward sums over the sequence ranks, too: on 2 of them twice the
+gradient of one device. It has a row of its own.
 """
 
 from __future__ import annotations
@@ -87,13 +92,14 @@ class OwnLoop(Isograd):
 class Ulysses(DeepSpeed):
     """DeepSpeed's loop for transformers: sequences are dealt out, and each rank's loss weighs its labels."""
 
-    def __init__(self, sizes: StoredSizes, rank: int, world: int) -> None:
+    def __init__(self, sizes: StoredSizes, rank: int, world: int, *, gathers_loss: bool = False) -> None:
+        """gathers_loss: as DeepSpeed's tutorial, accelerate's and the Trainer do."""
         import deepspeed
         from deepspeed.runtime.sequence_parallel import parallel_state_sp as groups
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.gathers_loss = rank, world, gathers_loss
         deepspeed.init_distributed("gloo", verbose=False)
         model = loaded(sizes)
         # The miniature's attention and groups are taken out again.
@@ -119,10 +125,33 @@ class Ulysses(DeepSpeed):
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
         count = (labels != IGNORE).sum()
         dist.all_reduce(count)
-        self.engine.backward(torch.stack(all_gather(loss)).sum() / count)
+        self.engine.backward((torch.stack(all_gather(loss)).sum() if self.gathers_loss else loss) / count)
 
     def grads(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((called(name), gradient) for name, gradient in super().grads())
+
+
+class InDeepSpeedsLoop(Isograd):
+    """DeepSpeed's loop with isograd's engine, which takes whole rows and deals them out."""
+
+    def __init__(self, sizes: StoredSizes, rank: int, world: int) -> None:
+        from isograd.integrations import deepspeed
+
+        model = loaded(sizes)
+        config = {
+            "train_micro_batch_size_per_gpu": sizes.batch, "sequence_parallel_size": world,
+            "zero_optimization": {"stage": 1},
+        }  # fmt: skip
+        self.loop = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)[0]
+
+    def backward(self, batch: Batch) -> None:
+        self.loop.backward(self.loop(**given(batch)).loss)
+
+    def grads(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((called(name), gradient) for name, gradient in self.loop.engine.grads().items())
+
+    def update(self) -> None:
+        self.loop.step()
 
 
 class Loop(Contestant):
@@ -174,6 +203,10 @@ class Loop(Contestant):
 
 
 ONE = Entry("one process", Whole, nothing, alone=True)
+ULYSSES = [
+    Entry("DeepSpeed Ulysses", Ulysses, ulysses_bytes),
+    Entry("DeepSpeed Ulysses, gathered loss", partial(Ulysses, gathers_loss=True), ulysses_bytes),
+]
 ENTRIES = [
     Entry("accelerate FSDP2", partial(Loop, layout=None), gather_twice),
     Entry("own loop zero3", partial(OwnLoop, layout="dpW zero3"), gather_twice),
@@ -181,11 +214,12 @@ ENTRIES = [
     Entry("transformers tp", partial(Whole, cut=True), stream_bytes),
     Entry("own loop tp", partial(OwnLoop, layout="tpW"), stream_bytes),
     Entry("isograd accelerate tp", partial(Loop, layout="tpW"), stream_bytes, peers=("transformers tp",)),
-    *([Entry("DeepSpeed Ulysses", Ulysses, ulysses_bytes)] if HAS_DEEPSPEED else []),
+    *(ULYSSES if HAS_DEEPSPEED else []),
     Entry("own loop cp", partial(OwnLoop, layout="cpW ulysses zero1"), ulysses_bytes),
     Entry(
         "isograd accelerate cp", partial(Loop, layout="cpW ulysses zero1"), ulysses_bytes, peers=("DeepSpeed Ulysses",)
     ),
+    Entry("isograd deepspeed cp", InDeepSpeedsLoop, ulysses_bytes, peers=("DeepSpeed Ulysses",)),
 ]
 
 
@@ -195,8 +229,8 @@ def costs(rows: list[dict[str, Any]]) -> None:
     table = Table(
         "integration", "over", "step", "CPU", "peak", title="at most 1.00 of a peer, 1.03 of an own loop's CPU"
     )
-    for kind in ("zero3", "tp", "cp"):
-        mine = named.get(f"isograd accelerate {kind}")
+    for loop, kind in (("accelerate", "zero3"), ("accelerate", "tp"), ("accelerate", "cp"), ("deepspeed", "cp")):
+        mine = named.get(f"isograd {loop} {kind}")
         for other in [named.get(f"own loop {kind}"), named.get(mine["peer"])] if mine else []:
             if other:
                 ratios = (
@@ -214,7 +248,8 @@ def main() -> None:
         sizes = StoredSizes(batch=chosen.batch, folder=folder).for_ranks(chosen.ranks)
         store(sizes)  # type: ignore[arg-type]
         entries = report.chosen_of([ONE, *ENTRIES], chosen.only)
-        costs(report.contest("integrations", entries, sizes, chosen, [], reference=ONE))
+        notes = [] if HAS_DEEPSPEED else ["DeepSpeed Ulysses: not raced, as DeepSpeed is not installed"]
+        costs(report.contest("integrations", entries, sizes, chosen, notes, reference=ONE))
 
 
 if __name__ == "__main__":
