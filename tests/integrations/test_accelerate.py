@@ -101,6 +101,18 @@ def one_device(weighed: bool) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+def moved_by_prepare() -> list[str]:
+    with as_torchrun_starts_it():
+        accelerator, model = ig.integrations.Accelerator(cpu=True), net()
+        before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        return [name for name, parameter in model.named_parameters() if parameter.data_ptr() != before[name]]
+
+
+def test_a_model_on_the_cpu_is_not_copied_to_accelerates_cpu_0(worlds) -> None:
+    assert worlds(2).run(moved_by_prepare) == [[], []]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("weighed", [True, False])
 def test_a_loop_of_accelerate_trains_as_one_device_on_uneven_micro_batches(worlds, ranks: int, weighed: bool) -> None:

@@ -113,8 +113,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if any(model is one.module for one in self._trained):  # prepared twice
             return model
         vars(model).pop("_is_accelerate_prepared", None)  # bare: by another accelerator, or for evaluation
-        if any(parameter.is_meta for parameter in model.parameters()):  # of ig.hf.load at ZeRO 3, where rows are kept
-            device_placement = False
+        if any(p.is_meta or p.device.type == self.device.type == "cpu" for p in model.parameters()):
+            device_placement = False  # rows of ig.hf.load at ZeRO 3 stay; to accelerate's "cpu:0" all is copied
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
