@@ -96,6 +96,9 @@ def foreign_step(plant: str, model: nn.Module, batch: dict[str, Tensor], mesh: M
 class OnOne(ShardedMlp):
     """The same on one device, which has nobody to talk to."""
 
+    def shard(self) -> None:
+        """All of it stays here."""
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         return self.head(x + self.down(F.gelu(self.up(self.norm(x)))))  # type: ignore[no-any-return]
@@ -104,8 +107,6 @@ class OnOne(ShardedMlp):
 def sharded(plant: str, mesh: Mesh) -> Case:
     """Tensor parallelism in plain tensors: which of them are shards, and of what, only the program knows."""
     model = seeded(ShardedMlp if mesh.size("tp") > 1 else OnOne, 3)
-    if mesh.size("tp") > 1:
-        model.shard()
     tokens, labels = uneven(0)
     return Case(model, {"tokens": tokens, "labels": labels}, step=partial(sharded_step, plant), clip=0.05)
 

@@ -205,7 +205,6 @@ def tensor_parallel(plant: str) -> None:
     """Two ranks hold halves of two matrices, and drop the same elements of what all hold."""
     rank = dist.get_rank()
     model = seeded(ShardedMlp, 3)
-    model.shard()
     model.embed = nn.Sequential(model.embed, nn.Dropout(0.25))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):

@@ -35,7 +35,6 @@ def norm_of(model: plain.ShardedMlp, copies: bool, alone: bool) -> Tensor:
 def clip_per_rank(bug: bool, seed: int) -> None:
     """Each tensor-parallel rank clips by the norm of its own part: squares are never summed over the ranks."""
     model = plain.seeded(plain.ShardedMlp, seed)
-    model.shard()
     for _ in plain.backwards(model, seed, lr=1.0):
         norm = norm_of(model, False, alone=bug)
         for parameter in model.parameters():
@@ -46,7 +45,6 @@ def clip_per_rank(bug: bool, seed: int) -> None:
 def norm_counts_replicas(bug: bool, seed: int) -> None:
     """Squares are summed over the tensor-parallel ranks, also those of tensors that all ranks hold."""
     model = plain.seeded(plain.ShardedMlp, seed)
-    model.shard()
     for _ in plain.backwards(model, seed, lr=1.0):
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), MOST, norm_of(model, bug, alone=False))
 
@@ -166,7 +164,6 @@ def resume_other_rank(bug: bool, seed: int) -> None:
     The next loss is right to the last digit, for hidden units may stand in any order. But the optimizer's momentum came
     from the right file: from then on each unit moves with the momentum of another."""
     model = plain.seeded(plain.ShardedMlp, seed)
-    model.shard()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in plain.steps(model, optimizer=optimizer):
         if step == 1:

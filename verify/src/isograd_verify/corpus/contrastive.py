@@ -14,14 +14,10 @@ from isograd_verify.corpus import plain
 ROWS, FEATURES, SIZE = 6, 5, 4
 
 
-def triples(seed: int) -> tuple[Tensor, ...]:
-    """Queries, documents and hard negatives of the whole step, [ROWS, FEATURES] each."""
-    generator = torch.Generator().manual_seed(2000 + seed)
-    return tuple(torch.randn(3, ROWS, FEATURES, generator=generator, dtype=torch.float64))
-
-
 def mine(seed: int) -> list[Tensor]:
-    return [plain.my_part(t) for t in triples(seed)]
+    """This rank's queries, documents and hard negatives, [rows, FEATURES] each; the whole step has ROWS."""
+    generator = torch.Generator().manual_seed(2000 + seed)
+    return [plain.my_part(t) for t in torch.randn(3, ROWS, FEATURES, generator=generator, dtype=torch.float64)]
 
 
 class Scores(nn.Module):
@@ -78,7 +74,7 @@ def temperature_scale(bug: bool, seed: int) -> None:
 
 def chunks(model: Towers, seed: int, step: int) -> Iterator[tuple[nn.Module, Tensor, int]]:
     """(encoder, one row, the seed of its draws): the same draws on whichever rank the row is."""
-    first = len(triples(0)[0]) * dist.get_rank() // dist.get_world_size()
+    first = ROWS * dist.get_rank() // dist.get_world_size()
     for tower, rows in enumerate(mine(seed + step)):
         for number, row in enumerate(rows.split(1)):
             yield model.query if tower == 0 else model.document, row, 1000 * step + 100 * tower + first + number

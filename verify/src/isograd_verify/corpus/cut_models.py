@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd_verify.corpus import plain
-from isograd_verify.corpus.pipeline import Seat, backward, take_seat
+from isograd_verify.corpus.pipeline import Seat, backwards, take_seat
 
 HEADS, SIZE = 4, 4
 
@@ -85,22 +83,13 @@ class UlyssesModel(Attention):
         return self.head(x + self.o(self.to_sequence(attend(q, k, v)).flatten(-2)))
 
 
-def over_sequences(model: UlyssesModel, seed: int) -> Iterator[int]:
-    """`steps` on this rank's part of each sequence: gradients are summed over the ranks."""
-    for step in plain.steps(model):
-        whole = plain.batch(seed + step)
-        tokens, labels = (plain.mine(part, 1) for part in whole)
-        (plain.cross_entropy(model(tokens), labels) / plain.valid(whole[1])).backward()
-        plain.all_reduce_gradients(model)
-        yield step
-
-
 @plain.program("cp2 ulysses", "cp")
 def ulysses_scale(bug: bool, seed: int) -> None:
     """Gradients over the sequence-parallel ranks are averaged where they should be summed: the loss is divided by the
     labels of the whole step already, so every rank's gradient is a summand."""
     model = plain.seeded(UlyssesModel, seed)
-    for _ in over_sequences(model, seed):
+    for _ in plain.over_sequences(model, seed):
+        plain.all_reduce_gradients(model)
         for parameter in model.parameters() if bug else ():
             parameter.grad.div_(dist.get_world_size())
 
@@ -110,8 +99,8 @@ def ulysses_permute(bug: bool, seed: int) -> None:
     """After the second all-to-all the pieces are reshaped where they should first be transposed."""
     model = plain.seeded(UlyssesModel, seed)
     model.to_sequence.reshaped = bug
-    for _ in over_sequences(model, seed):
-        pass
+    for _ in plain.over_sequences(model, seed):
+        plain.all_reduce_gradients(model)
 
 
 @plain.program("tp2", "tp", r"^(embed|up)\.")
@@ -120,7 +109,6 @@ def gather_backward_sum(bug: bool, seed: int) -> None:
 
     A reduce-scatter is the adjoint of an all-gather whose copies are used differently."""
     model = plain.seeded(plain.GatheredMlp, seed)
-    model.shard()
     model.gather = plain.gathered if bug else plain.joined
     for _ in plain.backwards(model, seed):
         pass
@@ -131,7 +119,6 @@ def cut_graph(bug: bool, seed: int) -> None:
     """Dist.all_gather is called in forward on a tensor that needs a gradient, and has no backward: what the list
     receives are constants."""
     model = plain.seeded(plain.GatheredMlp, seed)
-    model.shard()
     model.gather = plain.gather if bug else plain.joined
     for _ in plain.backwards(model, seed):
         pass
@@ -167,7 +154,6 @@ class Model(plain.ShardedMlp):
 def norm_dropout_rng(bug: bool, seed: int) -> None:
     """Ranks that hold copies of the residual stream drop different elements of it: their random states differ."""
     model = plain.seeded(Model, seed)
-    model.shard()
     for step in plain.steps(model):
         tokens, labels = plain.batch(seed + step)
         torch.manual_seed(100 * seed + step + (50 * dist.get_rank() if bug else 0))
@@ -185,7 +171,6 @@ class Grouped(Attention):
 def kv_replica_unreduced(bug: bool, seed: int) -> None:
     """There are more tensor-parallel ranks than key/value heads: each rank's copy of one serves other query heads."""
     model = plain.seeded(Grouped, seed, 1)
-    model.shard()
     for _ in plain.backwards(model, seed):
         if not bug:
             dist.all_reduce(model.k.weight.grad)
@@ -210,7 +195,6 @@ class HeadNormed(Attention):
 def qknorm_unreduced(bug: bool, seed: int) -> None:
     """One weight normalises the queries (keys) of all heads, but each rank knows its own heads only."""
     model = plain.seeded(HeadNormed, seed)
-    model.shard()
     for _ in plain.backwards(model, seed):
         if not bug:
             dist.all_reduce(model.q_norm.weight.grad)
@@ -252,9 +236,7 @@ def tie_after_scatter(bug: bool, seed: int) -> None:
     reduce-scatter, in place, leaves its sum on another data rank of each (examples/tied_pipeline.py, step by step)."""
     seat = take_seat(seed)
     for step in plain.steps(seat.model):
-        count = float(plain.valid(plain.batch(seed + step)[1]))
-        for tokens, labels in plain.micro_batches(seat.data, seat.datas, seed + step, 2):
-            backward(seat, tokens, labels, (1.0, seat.datas / count))
+        backwards(seat, seed + step, 2, last=seat.datas)
         if seat.stages > 1:
             scatter(seat, bug)
             for name, parameter in seat.model.named_parameters():  # from its owner, as a sharded optimizer would step
@@ -267,9 +249,6 @@ class RowLinear(nn.Linear):
     """Cut over its inputs; the bias is whole on every rank. The outputs are summed here."""
 
     bias_on_every_rank = False
-
-    def shard(self) -> None:
-        self.weight = nn.Parameter(plain.mine(self.weight.detach(), 1))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias_on_every_rank:
@@ -286,7 +265,7 @@ class Biased(plain.Mlp):
 
     def shard(self) -> None:
         self.up = plain.cut(self.up, 0)
-        self.down.shard()
+        self.down.weight = nn.Parameter(plain.mine(self.down.weight.detach(), 1))
 
     def block(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(plain.copied(self.norm(x)))))
@@ -296,7 +275,6 @@ class Biased(plain.Mlp):
 def bias_n_times(bug: bool, seed: int) -> None:
     """A row-parallel linear adds its bias on every rank, and then the outputs are summed over the ranks."""
     model = plain.seeded(Biased, seed)
-    model.shard()
     model.down.bias_on_every_rank = bug
     for _ in plain.backwards(model, seed):
         pass
@@ -315,11 +293,7 @@ class Normed(plain.ShardedMlp):
 def norm_unreduced(bug: bool, seed: int) -> None:
     """Under sequence parallelism a norm sees this rank's tokens only, and nobody sums its gradient."""
     model = plain.seeded(Normed, seed)
-    model.shard()
-    for step in plain.steps(model):
-        whole = plain.batch(seed + step)
-        tokens, labels = (plain.mine(part, 1) for part in whole)
-        (plain.cross_entropy(model(tokens), labels) / plain.valid(whole[1])).backward()
+    for _ in plain.over_sequences(model, seed):
         for name, parameter in model.named_parameters():
             cut_over_ranks = name.startswith(("up", "down"))
             if not cut_over_ranks and not (bug and name.startswith("norm")):

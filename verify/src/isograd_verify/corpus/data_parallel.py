@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from isograd_verify.corpus import plain
-from isograd_verify.corpus.pipeline import backward, sum_gradients, take_seat
+from isograd_verify.corpus.pipeline import backwards, sum_gradients, take_seat
 
 MICRO_BATCHES, OF_STAGES = 4, 3
 
@@ -92,9 +92,7 @@ def pp_scale(bug: bool, seed: int) -> None:
     """Every pipeline stage divides by the number of micro-batches, instead of the last one alone."""
     seat = take_seat(seed, tied=False)
     for step in plain.steps(seat.model):
-        count = float(plain.valid(plain.batch(seed + step)[1]))
-        for tokens, labels in plain.micro_batches(seat.data, seat.datas, seed + step, OF_STAGES):
-            backward(seat, tokens, labels, (1 / OF_STAGES if bug else 1.0, 1 / count))
+        backwards(seat, seed + step, OF_STAGES, first=1 / OF_STAGES if bug else 1.0)
         sum_gradients(seat)
 
 
@@ -194,8 +192,7 @@ def wrong_group(bug: bool, seed: int) -> None:
     tp = 2 if world == 4 else 1
     model_groups = [dist.new_group(list(range(i, i + tp))) for i in range(0, world, tp)]
     data_groups = [dist.new_group(list(range(i, world, tp))) for i in range(tp)]
-    model = plain.seeded(plain.ShardedMlp, seed)
-    model.shard(model_groups[rank // tp])
+    model = plain.seeded(plain.ShardedMlp, seed, model_groups[rank // tp])
     for step in plain.steps(model):
         tokens, labels = plain.batch(seed + step)
         mine, targets = (plain.my_rows(part, rank // tp, world // tp) for part in (tokens, labels))

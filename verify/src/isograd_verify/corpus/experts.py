@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -94,10 +96,7 @@ def experts_sequence(bug: str, seed: int) -> None:
     model = plain.seeded(Model, seed, take_seat(2))
     if bug == "gather-cut":
         model.moe.gather_weights = plain.gather
-    for step in plain.steps(model):
-        whole = plain.batch(seed + step)
-        tokens, labels = (plain.mine(part, 1) for part in whole)
-        (plain.cross_entropy(model(tokens), labels) / plain.valid(whole[1])).backward()
+    for _ in plain.over_sequences(model, seed):
         sum_others(model, FORGOTTEN.get(bug, ""))
 
 
@@ -150,17 +149,11 @@ class Separate(nn.ModuleDict):
         return total
 
 
-class SeparateMixture(Mixture):
-    def __init__(self, seat: Seat) -> None:
-        super().__init__(seat)
-        self.experts = Separate()  # type: ignore[assignment]
-
-
 @plain.program("dp2 ep2", "", rf"\.experts\.{EXPERTS - 1}\.")
 def expert_none(bug: bool, seed: int) -> None:
     """An expert without tokens is left out of forward, and has no gradient instead of one of zeros: one device that
     computes every expert decays its weights, and here the optimizer passes by."""
-    model = plain.seeded(Model, seed, take_seat(2), SeparateMixture)
+    model = plain.seeded(Model, seed, take_seat(2), partial(Mixture, experts=Separate))
     model.moe.choice_bias[-1] = -1e9  # nobody chooses the last expert
     model.moe.experts.skip = bug
     for tokens, labels, count in plain.my_batches(model, seed, weight_decay=0.1):

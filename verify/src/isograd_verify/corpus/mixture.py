@@ -63,11 +63,11 @@ class Mixture(nn.Module):
 
     choice_bias: Tensor
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, experts: Callable[[], Any] = Experts) -> None:
         super().__init__()
         self.seat = seat
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.experts = Experts()
+        self.experts = experts()
         self.shared_expert = nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN))
         self.shared_gate = nn.Linear(HIDDEN, 1, bias=False)
         self.register_buffer("choice_bias", torch.zeros(EXPERTS))

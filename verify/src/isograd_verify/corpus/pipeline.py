@@ -5,7 +5,6 @@ Ranks are numbered with stages outermost. Tied, the embedding's weight is also t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,33 +90,31 @@ def sum_gradients(seat: Seat) -> None:
             dist.all_reduce(parameter.grad, group=seat.tie_group)
 
 
-def backward(seat: Seat, tokens: Tensor, labels: Tensor, scales: Sequence[float]) -> None:
-    """One micro-batch, there and back: scales[stage] multiplies what a stage's backward starts from."""
-    rank, model = dist.get_rank(), seat.model
-    x = tokens
-    if not seat.first:
-        x = torch.empty(*tokens.shape, HIDDEN, dtype=torch.float64)
-        dist.recv(x, rank - seat.datas)
-        x.requires_grad_()
-    y = model(x)
-    if seat.stage == seat.stages - 1:
-        (cross_entropy(y, labels) * scales[-1]).backward()
-    else:
-        dist.send(y.detach().contiguous(), rank + seat.datas)
-        gradient = torch.empty_like(y)
-        dist.recv(gradient, rank + seat.datas)
-        y.backward(gradient * scales[0])
-    if not seat.first:
-        assert x.grad is not None
-        dist.send(x.grad, rank - seat.datas)
+def backwards(seat: Seat, seed: int, micros: int, first: float = 1.0, last: float = 1.0) -> None:
+    """Each micro-batch there and back; `first`, `last`: times what that stage's backward starts from."""
+    rank, count = dist.get_rank(), float(valid(batch(seed)[1]))
+    for x, labels in micro_batches(seat.data, seat.datas, seed, micros):
+        if not seat.first:
+            x = torch.empty(*x.shape, HIDDEN, dtype=torch.float64)  # noqa: PLW2901
+            dist.recv(x, rank - seat.datas)
+            x.requires_grad_()
+        y = seat.model(x)
+        if seat.stage == seat.stages - 1:
+            (cross_entropy(y, labels) * (last / count)).backward()
+        else:
+            dist.send(y.detach().contiguous(), rank + seat.datas)
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, rank + seat.datas)
+            y.backward(gradient * first)
+        if not seat.first:
+            assert x.grad is not None
+            dist.send(x.grad, rank - seat.datas)
 
 
 def train(bug: str, seed: int) -> None:
     seat = take_seat(seed, tied=False)
     for step in steps(seat.model):
-        scale = (MICRO_BATCHES if bug == "accum-undivided" else 1) / float(valid(batch(seed + step)[1]))
-        for tokens, labels in micro_batches(seat.data, seat.datas, seed + step, MICRO_BATCHES):
-            backward(seat, tokens, labels, (1.0, scale))
+        backwards(seat, seed + step, MICRO_BATCHES, last=MICRO_BATCHES if bug == "accum-undivided" else 1.0)
         sum_gradients(seat)
         clip(seat, per_stage=bug == "clip-per-rank")
 

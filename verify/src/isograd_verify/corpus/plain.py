@@ -78,9 +78,12 @@ class Mlp(nn.Module):
 
 
 def seeded(module: type[nn.Module], seed: int, *args: Any) -> Any:
-    """The same weights on every rank: made from a seed."""
+    """The same weights on every rank, made from a seed; of a model that is cut over ranks this rank's part."""
     torch.manual_seed(seed)
-    return module(*args).double()
+    model = module(*args).double()
+    if hasattr(model, "shard"):
+        model.shard()
+    return model
 
 
 def steps(model: nn.Module, lr: float = 0.1, weight_decay: float = 0.0, optimizer: Any = None) -> Iterator[int]:
@@ -97,6 +100,15 @@ def backwards(model: nn.Module, seed: int, lr: float = 0.1) -> Iterator[int]:
     for step in steps(model, lr):
         tokens, labels = batch(seed + step)
         (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+        yield step
+
+
+def over_sequences(model: nn.Module, seed: int) -> Iterator[int]:
+    """`steps` on this rank's part of each sequence: backward is done."""
+    for step in steps(model):
+        whole = batch(seed + step)
+        tokens, labels = (mine(part, 1) for part in whole)
+        (cross_entropy(model(tokens), labels) / valid(whole[1])).backward()
         yield step
 
 
@@ -118,10 +130,10 @@ def my_batches(model: nn.Module, seed: int, **options: Any) -> Iterator[tuple[Te
     return (my_batch(seed + step) for step in steps(model, **options))
 
 
-def all_reduce_gradients(model: nn.Module, group: Any = None) -> None:
+def all_reduce_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
+            dist.all_reduce(parameter.grad)
 
 
 def total(x: Tensor, group: Any = None) -> Tensor:
@@ -187,14 +199,12 @@ INNER = 12
 class ShardedMlp(Mlp):
     """`up` and `down` are cut over the ranks; all else is replicated and sees the same activations everywhere."""
 
-    group: Any = None
-
-    def __init__(self) -> None:
+    def __init__(self, group: Any = None) -> None:
         super().__init__()
-        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+        self.down, self.group = nn.Linear(INNER, HIDDEN, bias=False), group
 
-    def shard(self, group: Any = None) -> None:
-        self.up, self.down, self.group = cut(self.up, 0, group), cut(self.down, 1, group), group
+    def shard(self) -> None:
+        self.up, self.down = cut(self.up, 0, self.group), cut(self.down, 1, self.group)
 
     def block(self, x: Tensor) -> Tensor:
         inner = F.gelu(self.up(copied(self.norm(x), self.group)))  # [batch, sequence, inner / tp]
