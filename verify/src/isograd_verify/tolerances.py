@@ -49,7 +49,7 @@ SCALED = 1e-3  # of a gradient scaler's factor (2^16, at first): no bound of a c
 # Of the gradients of logits: what is left of a sum that must be zero. Right ones leave about 1e-6 in fp32, one use of
 # log_softmax too many leaves percents. In half precision: chosen, ten roundings of bf16.
 SHIFT, SHIFT_HALF = 1e-3, 5e-2
-ROW_SUMS = 4.0  # eps that sums of an embedding's rows are off (watch/rows.py). Chosen: 3 % in bf16
+ROW_SUMS = 4.0  # eps that sums of an embedding's rows are off (watch/collectives.py). Chosen: 3 % in bf16
 
 CHANCE = 1e-2  # of ln(classes): a cross-entropy of zero logits is that number, to one rounding of bf16 (4e-3)
 

@@ -119,7 +119,11 @@ class Capture(Recorder):
         self.held.clear()
         self.learn_names()
         self.owned |= {name for p in owned for name in self._names_of(p)}
-        self.unnamed(owned)
+        for i, parameter in enumerate(owned):  # that no module call has named (a loss's temperature, say)
+            if not self._names_of(parameter) and not foreign.joined():
+                self.names[parameter] = f"parameter_{i}"  # by its place
+            elif not self._names_of(parameter) and parameter.grad is not None:
+                self.nameless[id(parameter)] = parameter.numel()
         self.rates |= {name: rate for p, rate in zip(owned, rates, strict=True) for name in self._names_of(p)}
         if self.last_step_at == self.backwards and self.last_step_at >= 0:
             return
@@ -139,14 +143,6 @@ class Capture(Recorder):
         """The names of a parameter: of a flat one's, each."""
         name = self.names.get(parameter)
         return list(self.inside.get(parameter, [name] if name else []))
-
-    def unnamed(self, owned: list[Tensor]) -> None:
-        """Parameters that no module call has named (a loss's temperature, say) get a name by their place."""
-        for i, parameter in enumerate(owned):
-            if not self._names_of(parameter) and not foreign.joined():
-                self.names[parameter] = f"parameter_{i}"
-            elif not self._names_of(parameter) and parameter.grad is not None:
-                self.nameless[id(parameter)] = parameter.numel()
 
     def after_step(self) -> None:
         """An optimizer has stepped; with a single one, the step is over."""

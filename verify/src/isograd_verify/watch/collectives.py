@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from isograd_verify.record.events import REDUCING, End, Logits
-from isograd_verify.watch import foreign, rows
+from isograd_verify import tolerances
+from isograd_verify.record.events import REDUCING, End, Logits, RowSums
+from isograd_verify.record.sketch import dtype_name
+from isograd_verify.watch import foreign
 from isograd_verify.watch.flows import OUTPUTS, Flows
 from isograd_verify.watch.labels import Labels
 from isograd_verify.watch.means import SEEN, Means
@@ -39,6 +41,7 @@ _OPS = {
     "alltoall_": "all_to_all", "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
     "send": "send", "recv_": "recv", "recv_any_source_": "recv", "barrier": "barrier",
 }  # fmt: skip
+LIMIT = 1 << 24  # numbers that come back to an embedding in one call
 _DRAWS = ("bernoulli_", "bernoulli", "native_dropout", "rand_like", "rand", "uniform_", "normal_", "randn_like")
 
 
@@ -121,7 +124,7 @@ class WatchMode(TorchDispatchMode):
         many = any(type(t) is Tensor and t.requires_grad and t.dim() for t in args)
         if many and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.listener.reduced = foreign.call_site(self.listener.base)
-            self.terms.made(result, self.listener.reduced)
+            self.terms.fresh.append((result, self.listener.reduced))
 
     def _try(self, sense: str, what: Callable[..., Any], *args: Any) -> Any:
         """An error costs this sense, not the program and not the other senses."""
@@ -142,11 +145,11 @@ class WatchMode(TorchDispatchMode):
             if name in ("nll_loss_forward", "nll_loss2d_forward"):
                 return self._after("labels", self._labels)
             if name in ("nll_loss_backward", "nll_loss2d_backward"):
-                return self._loss_backward
+                return self._after("labels", lambda name, args, kwargs, result: self.labels.backward(args))
             if name in SEEN and func._overloadname in ("default", "Tensor", "Scalar"):
                 return self._after("means", self.means.look)
             if name == "embedding_dense_backward":
-                return self._after("rows", lambda _, args, kwargs, made: rows.look(self.listener, args, made))
+                return self._after("rows", self._row_sums)
             spread = self._after("states", self.states.spread)
             return {"topk": self._choice, "std": spread, "var": spread, **dict.fromkeys(_DRAWS, self._draw)}.get(name)
         return None
@@ -197,11 +200,25 @@ class WatchMode(TorchDispatchMode):
     def _labels(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         site = self.labels.forward(args, result)
         if result[0].dim() == 0:
-            self.terms.made(result[0], site)
+            self.terms.fresh.append((result[0], site))
 
-    def _loss_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._try("labels", self.labels.backward, args)
-        return func(*args, **kwargs)
+    def _row_sums(self, name: str, args: Any, kwargs: Any, made: Tensor) -> None:
+        """An embedding's backward has added rows of one token id: in half precision it is done again in fp64."""
+        came, ids, _, padding, by_count = args[:5]
+        used = ids.flatten() != padding
+        half = made.dtype in (torch.bfloat16, torch.float16)
+        if not half or by_count or came.numel() > LIMIT or not bool(used.any()):
+            return
+        which, places, counts = ids.flatten()[used].unique(return_inverse=True, return_counts=True)
+        exact = torch.zeros(len(which), made.shape[1], dtype=torch.float64, device=made.device)
+        exact.index_add_(0, places, came.detach().flatten(0, -2)[used].double())
+        apart = (made.detach()[which].double() - exact).norm(dim=1)
+        error, worst = float(apart.norm() / exact.norm().clamp_min(1e-300)), int(apart.argmax())
+        if error > tolerances.ROW_SUMS * torch.finfo(made.dtype).eps:
+            c, id_of, times, kind = self.listener, int(which[worst]), int(counts[worst]), dtype_name(made)
+            alike = [n for m, n in c.modules.items() if isinstance(m, nn.Embedding) and m.weight.shape == made.shape]
+            module = alike[0] if len(alike) == 1 else c.behind
+            c.event(RowSums(*c.now, module=module, dtype=kind, error=error, token=id_of, times=times))
 
     def _logit_shift(self, args: Any) -> None:
         """Under torch's loss_parallel, log_softmax has no backward of its own. The gradient of a row must sum to zero

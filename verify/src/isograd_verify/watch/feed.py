@@ -102,7 +102,10 @@ class Feed:
 
     def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kind = outermost(self.capture, module)
-        if kind == GRAPH or (kind == CACHE and self._of_calls_without_a_graph()):
+        if kind == CACHE:  # does the backward that comes take the outputs of such calls?
+            ranks, micro, step = self.queue[self.fed] if self.queue else ([], 0, 0)
+            cached = [self.home / f"rank-{rank:04d}" / file_of(step, micro, 0, CACHE) for rank in ranks]
+        if kind == GRAPH or (kind == CACHE and cached and all(path.exists() for path in cached)):
             self.plain: dict[str, Any] = {}
             self.capture.guarded(self._replace)(module, kind, args, kwargs)
             if self.capture.failure:
@@ -110,13 +113,6 @@ class Feed:
             args = tuple(self.plain.get(str(i), value) for i, value in enumerate(args))
             kwargs = {name: self.plain.get(name, value) for name, value in kwargs.items()}
         return original(module, *args, **kwargs)
-
-    def _of_calls_without_a_graph(self) -> bool:
-        """Whether the backward that comes is of a loss that takes the outputs of such calls."""
-        if not self.queue:
-            return False
-        ranks, micro, step = self.queue[self.fed]
-        return all((self.home / f"rank-{rank:04d}" / file_of(step, micro, 0, CACHE)).exists() for rank in ranks)
 
     def _replace(self, module: nn.Module, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Gives the tensors of a call, and of the variables around it, the contents that they had in the other run.

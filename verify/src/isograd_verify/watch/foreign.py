@@ -297,9 +297,9 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [t for v in inside for t in tensors_in(v)]
 
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_CORPUS = os.path.join(_OURS, "corpus")
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_CORPUS = os.path.join(OURS, "corpus")
 _WRAPS = "typing_extensions.py"  # stands around functions of torch that are deprecated
 
 
@@ -307,8 +307,8 @@ def call_site(base: str) -> str:
     """'train.py:33 in step': the nearest frame that is neither torch's nor isograd's."""
     for frame in frames():
         file = frame.f_code.co_filename
-        mine = (file.startswith(_OURS) and not file.startswith(_CORPUS)) or ENGINE.search(file)
-        if not (mine or file.startswith((_TORCH, "<")) or "contextlib" in file or file.endswith(_WRAPS)):
+        mine = (file.startswith(OURS) and not file.startswith(_CORPUS)) or ENGINE.search(file)
+        if not (mine or file.startswith((TORCH, "<")) or "contextlib" in file or file.endswith(_WRAPS)):
             shown = os.path.relpath(file, base) if file.startswith(base) else os.path.basename(file)
             return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
     return ""

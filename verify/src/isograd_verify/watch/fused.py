@@ -29,48 +29,6 @@ MOST_CALLS = 64  # in a step
 LIMIT = 1 << 26  # bytes of one call's tensors
 
 
-class Functions:
-    """Told of every outermost call of an autograd Function."""
-
-    def __init__(self, capture: Recorder) -> None:
-        self.capture = capture
-        self.step = self.count = 0
-
-    def called(self, kind: type, args: tuple[Any, ...], result: Any, before: int) -> None:
-        """A Function was applied; `before`: the collectives up to its forward."""
-        c = self.capture
-        if self.step != c.step:
-            self.step, self.count = c.step, 0
-        tensors = [t for t in args if isinstance(t, Tensor)]  # a node's gradients are theirs, in this order
-        given = [(i, t) for i, t in enumerate(tensors) if t.requires_grad]
-        made = [t for t in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(t, Tensor)]
-        nodes = {t.grad_fn for t in made if t.grad_fn is not None and t.is_floating_point()}
-        tensors = [foreign.local(t.detach()) for t in (*(t for _, t in given), *made)]
-        if len(nodes) != 1 or not given or self.count >= MOST_CALLS or foreign.imagined(tensors):
-            return
-        self._injected(next(iter(nodes)), [(i, t) for i, t in given if type(t) is Tensor], made[0])
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        if size > LIMIT or any(type(t) is not Tensor for t in tensors) or len({t.dtype for _, t in given}) > 1:
-            return
-        self.count += 1
-        whole = [t.detach() for t in args if isinstance(t, Tensor) and t.dtype == torch.int64 and t.numel() > 1]
-        _Call(c, kind, given, made, nodes.pop(), before, self.count, whole)
-
-    def _injected(self, node: Any, given: list[tuple[int, Tensor]], made: Tensor) -> None:
-        """What was made is one of the tensors given: a number beside it gets a gradient of the Function's own."""
-        numbers = [(i, float(t)) for i, t in given if t.dim() == 0 and not t.is_leaf]
-        if not numbers or all(t.dim() == 0 or t.data_ptr() != made.data_ptr() for _, t in given):
-            return
-        c, site = self.capture, foreign.call_site(self.capture.base)
-
-        def leaves(sent: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> None:
-            for i, value in numbers:
-                if (weight := sent[i]) is not None:
-                    c.event(LossTerm(*c.now, site=site, value=value, weights=(float(weight),), injected=True))
-
-        node.register_hook(unserializable_hook(c.guarded(leaves, "functions")))
-
-
 class _Call:
     """One call, until its backward is over."""
 
@@ -161,8 +119,12 @@ class LossArgs:
         return found if weight is None else found @ weight
 
 
-class Fused(Functions):
-    """Watches calls of autograd Functions."""
+class Fused:
+    """Watches the outermost calls of autograd Functions."""
+
+    def __init__(self, capture: Recorder) -> None:
+        self.capture = capture
+        self.step = self.count = 0
 
     def wrapper(self) -> tuple[Any, Any]:
         """(what Function.apply is, what takes its place)."""
@@ -188,8 +150,42 @@ class Fused(Functions):
         finally:
             c.in_function -= 1
         c.guarded(self._made, "labels")(args, result, found)
-        c.guarded(self.called, "functions")(call.args[0], args, result, before)
+        c.guarded(self._called, "functions")(call.args[0], args, result, before)
         return result
+
+    def _called(self, kind: type, args: tuple[Any, ...], result: Any, before: int) -> None:
+        """A Function was applied; `before`: the collectives up to its forward."""
+        c = self.capture
+        if self.step != c.step:
+            self.step, self.count = c.step, 0
+        tensors = [t for t in args if isinstance(t, Tensor)]  # a node's gradients are theirs, in this order
+        given = [(i, t) for i, t in enumerate(tensors) if t.requires_grad]
+        made = [t for t in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(t, Tensor)]
+        nodes = {t.grad_fn for t in made if t.grad_fn is not None and t.is_floating_point()}
+        tensors = [foreign.local(t.detach()) for t in (*(t for _, t in given), *made)]
+        if len(nodes) != 1 or not given or self.count >= MOST_CALLS or foreign.imagined(tensors):
+            return
+        self._injected(next(iter(nodes)), [(i, t) for i, t in given if type(t) is Tensor], made[0])
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        if size > LIMIT or any(type(t) is not Tensor for t in tensors) or len({t.dtype for _, t in given}) > 1:
+            return
+        self.count += 1
+        whole = [t.detach() for t in args if isinstance(t, Tensor) and t.dtype == torch.int64 and t.numel() > 1]
+        _Call(c, kind, given, made, nodes.pop(), before, self.count, whole)
+
+    def _injected(self, node: Any, given: list[tuple[int, Tensor]], made: Tensor) -> None:
+        """What was made is one of the tensors given: a number beside it gets a gradient of the Function's own."""
+        numbers = [(i, float(t)) for i, t in given if t.dim() == 0 and not t.is_leaf]
+        if not numbers or all(t.dim() == 0 or t.data_ptr() != made.data_ptr() for _, t in given):
+            return
+        c, site = self.capture, foreign.call_site(self.capture.base)
+
+        def leaves(sent: tuple[Tensor | None, ...], came: tuple[Tensor | None, ...]) -> None:
+            for i, value in numbers:
+                if (weight := sent[i]) is not None:
+                    c.event(LossTerm(*c.now, site=site, value=value, weights=(float(weight),), injected=True))
+
+        node.register_hook(unserializable_hook(c.guarded(leaves, "functions")))
 
     def _made(self, args: Any, result: Any, found: list[LossArgs]) -> None:
         loss = result[0] if isinstance(result, tuple) and result else result

@@ -57,8 +57,11 @@ class Hooks:
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             step_ends()
-            if not self.capture.tick(optimizer):
-                self._let_go()
+            watching, after = self.capture.tick(optimizer), self.after
+            # Torch is walking the list of hooks behind a step: only its last member may go.
+            if not watching and after is not None and next(reversed(_global_optimizer_post_hooks), None) == after.id:
+                after.remove()
+                self.after = None
 
         if self.after is None:  # else it watches again, called from this very hook
             self.after = register_optimizer_step_post_hook(after_step)
@@ -87,12 +90,6 @@ class Hooks:
                 setattr(home, name, original)
         self.handles, self.on_parameters, self.wrapped = [], [], []
         self.seen = WeakTensorKeyDictionary()
-
-    def _let_go(self) -> None:
-        """From within the list of hooks behind a step, which torch is walking: only its last member may go."""
-        if self.after is not None and next(reversed(_global_optimizer_post_hooks), None) == self.after.id:
-            self.after.remove()
-            self.after = None
 
     def close(self) -> None:
         """Takes out the hooks that are left, the one that times steps included."""
@@ -203,7 +200,7 @@ class Hooks:
         c = self.capture
         name = c.names.get(parameter, name)
         box = foreign.box_of(parameter) if isinstance(parameter, foreign.DTensor) else None
-        hooks = partial(self._arrives, name, box=box), partial(c.accumulated, name)
+        hooks = partial(c.contribution, name, box=box), partial(c.accumulated, name)
         arrival, accumulation = (unserializable_hook(c.guarded(hook)) for hook in hooks)
         accumulation._isograd_hook = True  # an Engine refuses others (engine/validation.py)
         self.on_parameters.append(parameter.register_hook(arrival))
@@ -219,12 +216,8 @@ class Hooks:
             for name, view in foreign.views(wrapper).items():
                 if view not in self.seen:
                     self.seen[view] = True
-                    arrives = partial(self._arrives, prefix + name)
+                    arrives = partial(c.contribution, prefix + name)
                     view.register_hook(unserializable_hook(c.guarded(arrives)))
-
-    def _arrives(self, name: str, gradient: Tensor | None, box: foreign.Box | None = None) -> None:
-        if gradient is not None:
-            self.capture.contribution(name, gradient, box)
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         roots = foreign.tensors_in(args[0] if args else kwargs.get("tensors"))

@@ -56,7 +56,6 @@ class Steps:
         return step <= self.first or (self.every > 0 and step % self.every == 0)
 
 
-NOT_THE_PROGRAM = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "<")
 UNWATCHED = 12  # steps timed after the watched ones
 
 living: weakref.WeakSet[Life] = weakref.WeakSet()  # captures of this process; weighing.py asks
@@ -203,7 +202,9 @@ class Life:
                 "backwards": self.backwards,
                 "seconds": time.time() - self.began,
             }
-            self.writer.about |= {"died": spelled(died, NOT_THE_PROGRAM)} if isinstance(died, Exception) else {}
+            self.writer.about |= (
+                {"died": spelled(died, (foreign.TORCH, foreign.OURS, "<"))} if isinstance(died, Exception) else {}
+            )
             self.writer.close()
             self.writer = None
 

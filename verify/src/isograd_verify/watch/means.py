@@ -30,7 +30,6 @@ LOSSES = (
 )  # fmt: skip
 SEEN = ("mean", "sum", "neg", "_to_copy", "div", "mul", *LOSSES)  # the other losses of torch are made of these
 MOST_SUMS = 16
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
 @dataclass(eq=False)
@@ -135,7 +134,7 @@ class Means:
 def _path() -> str:
     """The same for calls that came the same way through the program."""
     calls = [(f.f_code.co_filename, f"{f.f_lineno}:{f.f_lasti}") for f in foreign.frames()]
-    lines = [f"{os.path.basename(file)}:{place}" for file, place in calls if not file.startswith(_TORCH)]
+    lines = [f"{os.path.basename(file)}:{place}" for file, place in calls if not file.startswith(foreign.TORCH)]
     return hashlib.blake2b(" ".join(lines).encode(), digest_size=6).hexdigest()
 
 

@@ -245,8 +245,10 @@ class Recorder(Life):
                     found[known] = parameter
         return found
 
-    def contribution(self, name: str, gradient: Tensor, box: foreign.Box | None = None) -> None:
+    def contribution(self, name: str, gradient: Tensor | None, box: foreign.Box | None = None) -> None:
         """What this backward adds to a parameter on this rank, before communication. `box`: of a DTensor's part."""
+        if gradient is None:
+            return
         local = foreign.local(gradient)
         if not self.backing and self.last_step_at == self.backwards:  # torch.autograd.grad, and nothing else: a
             self.backwards += 1  # pipeline's schedule that cuts backward in two

@@ -57,15 +57,13 @@ class Routing:
             return None
         scores, indices = foreign.local(scores), foreign.local(indices)
         given = None if self.rows is None else foreign.local(self.rows)
-        given = given if given is not None and _rows(given) == _rows(scores) else None
+        given = None if given is None or given[..., :1].numel() != scores[..., :1].numel() else given
         mine = Choices.of(c.stack[-1] if c.stack else "", given, scores, indices, self.narrow)
         if self.keeps and not again:
             c.keep(mine.path(micro, next(self.numbers)), mine.tensor())
-        return None if self.recording is None else self._replayed(mine, indices)
-
-    def _replayed(self, mine: Choices, indices: Tensor) -> Tensor | None:
-        assert self.recording is not None
-        step = self.only or self.capture.step
+        if self.recording is None:
+            return None
+        step = self.only or c.step
         if step != self.of:
             ranks = self.recording.ranks
             self.of, self.known = step, {}
@@ -82,7 +80,3 @@ class Routing:
             return None
         chosen = known.indices[rows.clamp(min=0)].where(taken[:, None], mine.indices)
         return chosen.view(indices.shape).to(indices)
-
-
-def _rows(tensor: Tensor) -> int:
-    return tensor.numel() // max(tensor.shape[-1], 1)

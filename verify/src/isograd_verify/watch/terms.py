@@ -38,11 +38,8 @@ class TermTracker:
 
     def __init__(self, capture: Recorder) -> None:
         self.capture = capture
-        self.fresh: list[tuple[Tensor, str]] = []  # not yet in the graph: that follows the operator
-
-    def made(self, number: Tensor, site: str) -> None:
-        """An operator made one number of many."""
-        self.fresh.append((number, site))
+        # Numbers that operators have made of many, with the line; not yet in the graph: that follows the operator.
+        self.fresh: list[tuple[Tensor, str]] = []
 
     def note_fresh(self) -> None:
         """One operator later: the node that made a number keeps its value and its place."""

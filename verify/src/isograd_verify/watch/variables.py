@@ -7,7 +7,6 @@ both runs.
 from __future__ import annotations
 
 import inspect
-import os
 import random
 import sys
 import types
@@ -23,7 +22,6 @@ DEEPEST, LONGEST = 4, 64  # containers within containers, and members of one, th
 OBJECTS, NO_DATA = 2, (nn.Module, type, types.ModuleType, types.FunctionType)  # attributes of objects, and of which not
 MOST_FRAMES = 64
 UNSEEN = 3  # references to what a frame has told of its variables, where the program holds none
-OURS = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def found(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor | torch.Generator]:
@@ -46,7 +44,7 @@ def variables() -> Iterator[tuple[str, dict[str, Any]]]:
     for _ in range(MOST_FRAMES):
         if frame is None:
             return
-        if not frame.f_code.co_filename.startswith(OURS):
+        if not frame.f_code.co_filename.startswith((foreign.TORCH, foreign.OURS)):
             held = frame.f_locals
             yield frame.f_code.co_name, dict(held)
             # Up to Python 3.12 a frame keeps what it has told of its variables, and so their tensors, until it ends.
