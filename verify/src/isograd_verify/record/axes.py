@@ -31,18 +31,13 @@ class Axes:
         found = {m[1]: int(m[2]) for word in text.split() if (m := re.fullmatch(r"([a-z]+)(\d{1,9})", word))}
         axes = cls({name: size for name, size in found.items() if name in (*AXES, "ep")})
         ranks = math.prod(axes.size(name) for name in AXES)
-        if ranks != world or not axes.ep or world // axes.size("pp") % axes.ep:
+        if ranks != world or not axes.size("ep") or world // axes.size("pp") % axes.size("ep"):
             raise VerifyError(
                 "IG705", f"the layout {text[:100]!r} is not one of {world} ranks", seen=f"a product of {ranks}",
                 expected="pp, dp, cp and tp with their sizes, as in 'dp2 tp2', and ep that divides a stage's ranks",
                 fix="give the run's own layout, or none",
             )  # fmt: skip
         return axes
-
-    @property
-    def ep(self) -> int:
-        """How many neighbours hold different experts."""
-        return self.sizes.get("ep", 1)
 
     @property
     def world_size(self) -> int:
@@ -65,8 +60,8 @@ class Axes:
         if axes in FOLDED:
             stage = self.world_size // self.size("pp")
             mine = range(rank - rank % stage, rank - rank % stage + stage)
-            block = range(rank - rank % self.ep, rank - rank % self.ep + self.ep)
-            return set(block) if axes == "ep" else set(mine[rank % self.ep :: self.ep])
+            ep = self.size("ep")
+            return {*range(rank - rank % ep, rank - rank % ep + ep)} if axes == "ep" else {*mine[rank % ep :: ep]}
         fixed = [axis for axis in AXES if axis not in axes.split()]
         here = self.coordinates(rank)
         spots = {other: self.coordinates(other) for other in range(self.world_size)}

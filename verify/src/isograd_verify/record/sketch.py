@@ -24,7 +24,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 import torch
 from torch import Tensor
@@ -121,7 +120,7 @@ class Projected:
 
     def numel(self) -> int:
         """The number of elements for which it stands."""
-        return int(prod(self.shape))
+        return int(math.prod(self.shape))
 
     @property
     def numbers(self) -> Tensor:
@@ -165,13 +164,13 @@ def project(values: Tensor, starts: tuple[int, ...] = ()) -> Projected:
     starts = starts or (0,) * len(shape)
     if len(shape) < 2:
         return Projected(shape, {0: values.detach().double().cpu().reshape(1, -1).expand(COUNT, -1)})
-    first, rest = _pass(values.detach().reshape(shape[0], prod(shape[1:])), starts[0], _others(shape, starts))
+    first, rest = _pass(values.detach().reshape(shape[0], math.prod(shape[1:])), starts[0], _others(shape, starts))
     return Projected(shape, {0: first, **_inner(rest, shape, starts)})
 
 
 def project_row(values: Tensor, whole: tuple[int, ...], start: int) -> Projected:
     """Of elements in a row of the flat whole, from `start` on: sums of the whole in which all other elements are 0."""
-    starts, width = (0,) * len(whole), prod(whole[1:])
+    starts, width = (0,) * len(whole), math.prod(whole[1:])
     others = _others(whole, starts)
     first = torch.zeros(COUNT, whole[0], dtype=torch.float64)
     rest = torch.zeros(COUNT, width, dtype=torch.float64)

@@ -40,7 +40,7 @@ def axis_over(recording: Recording, ranks: tuple[int, ...], own: int | None = No
     text = str(recording.about.get("layout", ""))
     if text and others:
         layout = Axes.parse(text, recording.world)
-        axes: tuple[str, ...] = ("dp", "cp", "tp", "pp", "dp cp", *(FOLDED if layout.ep > 1 else ()))
+        axes: tuple[str, ...] = ("dp", "cp", "tp", "pp", "dp cp", *(FOLDED if layout.size("ep") > 1 else ()))
         lines = {axis: layout.ranks(axis, own) - {own} for axis in axes}
         for axis, along in lines.items():
             if others == along:
