@@ -100,12 +100,11 @@ def parser_for(verb: str, prog: str, proof: EngineProof | None) -> Parser:
         prog=f"{prog} {verb}".strip(), description=options.__doc__ if options else about, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, epilog=epilog,
     )  # fmt: skip
-    if options is not None:
-        options(parser)
-        return parser
-    parser.add_argument("--version", action="version", version=f"isograd-verify {__version__}")
-    if proof is not None:
-        proof.options(parser)
+    if options is None:
+        parser.add_argument("--version", action="version", version=f"isograd-verify {__version__}")
+    if more := options or (proof and proof.options):
+        more(parser)
+    if more and verb != "bugs":
         _report_options(parser)
     return parser
 
@@ -143,7 +142,6 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         "--sketch", action="store_true", help="with --record: sketches of large tensors in place of them, for 'compare'"
     )
     parser.add_argument("--activations", action="store_true", help="record step 1's activations for compare")
-    _report_options(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ...")
 
 
@@ -153,7 +151,6 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("candidate", help="the recording to judge")
     parser.add_argument("--rename", metavar="FILE", help="JSON object: the candidate's name to the reference's")
     parser.add_argument("--ignore-data", action="store_true", help="compare although the data differ")
-    _report_options(parser)
 
 
 def _bisect_options(parser: argparse.ArgumentParser) -> None:
@@ -161,14 +158,12 @@ def _bisect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("reference", help="a recording that is right: one device, or another layout")
     parser.add_argument("candidates", nargs="+", help="recordings of revisions, the oldest first")
     parser.add_argument("--ignore-data", action="store_true", help="compare although the data differ")
-    _report_options(parser)
 
 
 def _merge_options(parser: argparse.ArgumentParser) -> None:
     """Put the recordings of several nodes together, and check what needs no reference."""
     parser.add_argument("whole", help="a new directory for the recording of all ranks")
     parser.add_argument("parts", nargs="+", help="what 'verify run --record DIR' left on each node")
-    _report_options(parser)
 
 
 def _bugs_options(parser: argparse.ArgumentParser) -> None:
