@@ -7,7 +7,6 @@ that reaches a number on the way is the weight with which it counts: value x wei
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,14 +22,7 @@ SCALED = "isograd.scaled"  # in that of what a gradient scaler has made
 MOST = 64  # numbers between a loss and its terms
 
 Edge = tuple[Any, int]  # a node of the graph, and which of its outputs
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A term, and the numbers between it and the loss, the loss first."""
-
-    edge: Edge
-    path: tuple[Edge, ...]
+Way = tuple[Edge, ...]  # the numbers from a loss down to a term
 
 
 class TermTracker:
@@ -54,11 +46,11 @@ class TermTracker:
         self.note_fresh()
         for root in roots:
             if root.numel() == 1 and root.grad_fn is not None:
-                leaves = list(_leaves(root.grad_fn))
-                if len(leaves) < MOST:
-                    self._watch(leaves)
+                ways = list(_ways(root.grad_fn))
+                if len(ways) < MOST:
+                    self._watch(ways)
 
-    def _watch(self, leaves: list[Leaf]) -> None:
+    def _watch(self, ways: list[Way]) -> None:
         weights: dict[Edge, float] = {}
         watched: set[Any] = set()
 
@@ -66,39 +58,39 @@ class TermTracker:
             for index, gradient in enumerate(gradients):
                 if gradient is not None:
                     weights[node, index] = float(gradient)
-            for leaf in leaves:
-                if leaf.edge[0] is node:
-                    self._tell(leaf, weights)
+            for way in ways:
+                if way[-1][0] is node:
+                    self._tell(way, weights)
 
-        for leaf in leaves:
-            for node, _ in (*leaf.path, leaf.edge):
+        for way in ways:
+            for node, _ in way:
                 if node not in watched:
                     watched.add(node)
                     node.register_prehook(partial(self.capture.guarded(arrives, "terms"), node))
 
-    def _tell(self, leaf: Leaf, weights: dict[Edge, float]) -> None:
-        site, value = leaf.edge[0].metadata.get(MARK, ("", None))
-        chain = [edge for edge in (leaf.edge, *reversed(leaf.path)) if edge in weights]
+    def _tell(self, way: Way, weights: dict[Edge, float]) -> None:
+        site, value = way[-1][0].metadata.get(MARK, ("", None))
+        chain = [edge for edge in reversed(way) if edge in weights]
         joined = next((i for i, (node, _) in enumerate(chain) if i and _kind(node) in ADDS), -1)
-        if value is not None and chain and chain[0] == leaf.edge:
+        if value is not None and chain and chain[0] == way[-1]:
             weighed = tuple(weights[edge] for edge in chain)
             c = self.capture
             c.event(LossTerm(*c.now, site=site, value=float(value), weights=weighed, joined=joined))
 
 
-def _leaves(root: Any) -> Iterator[Leaf]:
-    """Each way from the loss to a term, once."""
+def _ways(root: Any) -> Iterator[Way]:
+    """One to each term."""
     seen: set[Edge] = set()
-    open_ways: list[Leaf] = [Leaf((root, 0), ())]
+    open_ways: list[Way] = [((root, 0),)]
     while open_ways and len(seen) < 4 * MOST:
         way = open_ways.pop()
-        if way.edge in seen:
+        if way[-1] in seen:
             continue
-        seen.add(way.edge)
-        inside = _into(way.edge)
-        if inside and MARK not in way.edge[0].metadata:
-            open_ways += [Leaf(edge, (*way.path, way.edge)) for edge in inside]
-        elif type(way.edge[0]).__name__ != "AccumulateGrad":
+        seen.add(way[-1])
+        inside = _into(way[-1])
+        if inside and MARK not in way[-1][0].metadata:
+            open_ways += [(*way, edge) for edge in inside]
+        elif type(way[-1][0]).__name__ != "AccumulateGrad":
             yield way
 
 
