@@ -25,21 +25,17 @@ MOST_OUTPUTS = 16  # of a model that are asked whether a backward reaches them
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """Every tensor in a call's arguments, by name; a wrapper's arguments go to the module inside it."""
     found: dict[str, Tensor] = {}
-    for path, key, tensor in _walk(_bound(foreign.unwrapped(module), args, kwargs), "", ""):
+    try:
+        signature = inspect.signature(foreign.unwrapped(module).forward)
+        bound = dict(signature.bind(*args, **kwargs).arguments)
+        rest = [name for name, one in signature.parameters.items() if one.kind is inspect.Parameter.VAR_KEYWORD]
+    except (TypeError, ValueError):
+        bound, rest = {str(i): value for i, value in enumerate(args)} | kwargs, []
+    for name in rest:
+        bound |= bound.pop(name, {})
+    for path, key, tensor in _walk(bound, "", ""):
         found[key if key not in found else path] = tensor
     return found
-
-
-def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    try:
-        signature = inspect.signature(module.forward)
-        bound = dict(signature.bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):
-        return {str(i): value for i, value in enumerate(args)} | kwargs
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            bound |= bound.pop(name, {})
-    return bound
 
 
 def _walk(value: Any, path: str, key: str) -> Iterator[tuple[str, str, Tensor]]:
@@ -60,7 +56,11 @@ def described(tensors: dict[str, Tensor]) -> dict[str, GivenTensor]:
     about = {}
     for name, tensor in tensors.items():
         local = foreign.local(tensor)
-        hashed, fillers = str(content_hash(local)), tuple(map(str, _fillers(local)))
+        hashed, fillers = str(content_hash(local)), tuple[str, ...]()
+        if local.dim() > 1:  # padding stands first or last in a row, and often: the commonest elements that do
+            ends = torch.cat([local[:, 0].reshape(-1), local[:, -1].reshape(-1)])
+            hashes, counts = element_hashes(ends).unique(return_counts=True)
+            fillers = tuple(str(int(h) % 2**64) for h in hashes[counts.argsort(descending=True)[:MOST_FILLERS]])
         about[name] = GivenTensor(hash=hashed, shape=tuple(local.shape), dtype=dtype_name(local), fillers=fillers)
     return about
 
@@ -92,12 +92,3 @@ def tell(c: Recorder, tensors: dict[str, Tensor], outputs: list[Tensor]) -> None
         part = foreign.local(output.detach())
         made = torch.cat([sketch(part), torch.tensor([float(part.numel())])]) if c.beside else part.new_empty(0)
         output.register_hook(unserializable_hook(c.guarded(partial(arrives, number, made, output.is_leaf), "data")))
-
-
-def _fillers(tensor: Tensor) -> list[int]:
-    """Padding stands first or last in a row, and often: the hashes of the commonest elements that do."""
-    if tensor.dim() < 2:
-        return []
-    ends = torch.cat([tensor[:, 0].reshape(-1), tensor[:, -1].reshape(-1)])
-    hashes, counts = element_hashes(ends).unique(return_counts=True)
-    return [int(h) % 2**64 for h in hashes[counts.argsort(descending=True)[:MOST_FILLERS]]]

@@ -141,16 +141,11 @@ class Life:
             self.ticks += 1
             if len(self.times) < timed:
                 self.times.append(time.perf_counter())
-            if not self.installed and self.steps.every and self.steps.watches(self.ticks + 1):
-                self.resume()
+            again = self.steps.every and self.steps.watches(self.ticks + 1) and not self.failure
+            if again and not self.installed and self.writer is not None:  # the step that comes is watched, too
+                self.step, self.micro, self.last_step_at = max(self.step, self.ticks + 1), -1, self.backwards
+                self._install()
         return len(self.times) < timed or not self.left or bool(self.steps.every and not self.failure)
-
-    def resume(self) -> None:
-        """The step that comes is watched again."""
-        if self.failure or self.writer is None:
-            return
-        self.step, self.micro, self.last_step_at = max(self.step, self.ticks + 1), -1, self.backwards
-        self._install()
 
     def abandon(self) -> None:
         """In a forked child (a data loader's worker): not a rank, nothing is written from here."""

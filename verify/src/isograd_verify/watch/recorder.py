@@ -28,14 +28,10 @@ MOST_CUT = 16  # ranks over which a tensor is cut whose shards are too small to 
 class Sketching:
     """`beyond`: elements of a tensor that is recorded by sketches alone; None: only where whole ones do not fit."""
 
-    def __init__(self, limit: int, boxes: dict[str, tuple[foreign.Box, tuple[int, ...]]], beyond: int | None) -> None:
-        self.limit, self.boxes, self.asked = limit, boxes, beyond is not None
+    def __init__(self, boxes: dict[str, tuple[foreign.Box, tuple[int, ...]]], beyond: int | None) -> None:
+        self.boxes = boxes
+        self.on = self.asked = beyond is not None
         self.small = sketch.SMALL if beyond is None else beyond
-        self.on = self.asked
-
-    def reserve(self, size: int) -> None:
-        """Before a step's first forward: so many bytes of whole gradients and parameters would be written."""
-        self.on = self.asked or size > self.limit
 
     def instead(self, path: str, value: Tensor, of: foreign.Held) -> dict[str, Tensor]:
         """The sketches to keep instead of a whole tensor, by path; none: the tensor is kept as a whole."""
@@ -141,7 +137,7 @@ class Recorder(Life):
             events.LabelWeight | events.MeanWeight
         ] = []  # inside the Function that was called last
         self.reduced = ""  # where many numbers with a graph last became one: the loss, most likely
-        self.sketching = Sketching(limit, self.boxes, beyond)
+        self.sketching = Sketching(self.boxes, beyond)
 
     def backward_begins(self, roots: list[Tensor], scaled: int = 0) -> None:
         """A call of autograd.backward begins."""
@@ -294,7 +290,7 @@ class Recorder(Life):
             copies = int(parameter.requires_grad and self.whole) + 2 * int(self.parameters)
             part = foreign.local(parameter)
             self.reserved += copies * part.numel() * part.element_size()
-        self.sketching.reserve(self.reserved)
+        self.sketching.on = self.sketching.asked or self.reserved > self.limit
 
     def gradient(self, name: str, parameter: foreign.Held, gradient: Tensor) -> None:
         """Keeps a gradient as it is now."""
