@@ -170,14 +170,6 @@ def weights_before(candidate: Recording, step: int) -> dict[str, Tensor]:
     return {name: value.contiguous() for name, value in held.items() if isinstance(value, Tensor)}
 
 
-def copy(own: RankRecord, writer: RankWriter) -> None:
-    """Writes the first step of one device as the program took it there by itself."""
-    for event in own.events:
-        if event.step <= 1:
-            writer.event(event)
-    writer.tensors(1, own.tensors(1))
-
-
 def _write(
     candidate: Recording, alone: Recording, again: list[Again], factors: list[float], writer: RankWriter
 ) -> None:

@@ -199,10 +199,11 @@ class _Step:
         count = max(len(compared), len(subject.errors))  # optimizers may step in turn
         of = f" of {count + len(left)}" if left else ""
         subject.facts["gradients"] = f"{count}{of} compared by name, step {self.step} last"
-        return without_flips(self.reference, self.candidate, self.step, found, subject, self._factors)
 
-    def _factors(self) -> Fitted:
-        return fit_all(self.ours, self.expected, self.names, self.places)[0]
+        def factors() -> Fitted:
+            return fit_all(analysis, self.expected, names, self.places)[0]
+
+        return without_flips(self.reference, self.candidate, self.step, found, subject, factors)
 
     def _cancelled(self, compared: list[Tensorwise]) -> list[str]:
         """Gradients that are zero but for rounding pass, each run with rounding of its own."""

@@ -84,6 +84,7 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
     sums = {event.term for record, step in every for event in record.of(MeanWeight, step) if event.elements}
     labels = _labels(*every[0]), [_labels(*of) for of in every[1:]]
     means = _means(*every[0], sums), [_means(*of, sums) for of in every[1:]]
+    counts = [{term: [call.count for call in calls] for term, calls in terms.items()} for terms in means[1]]
     try:
         found = _by_terms(*labels, factor, scale)
         counted = True
@@ -98,7 +99,9 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
             raise first
     elif not counted:
         found = _by_terms(*means, factor, scale)
-    elif _uneven(means[1]) and not all(map(equal, zip(found, _by_terms(*means, factor, {}), strict=True))):
+    elif any(one != counts[0] for one in counts) and not all(
+        map(equal, zip(found, _by_terms(*means, factor, {}), strict=True))
+    ):
         raise NoReference(SEVERAL, SAME_DATA)
     whole = _of_weights_alone(again)
     if whole and abs(sum(found) - factor * alone.ranks[0].of(Step, 1)[0].backwards) > tolerances.FACTOR:
@@ -156,11 +159,6 @@ def _means_alone(one: Again) -> bool:
     counted = Counter(call.place for calls in _means(one.record, one.step).values() for call in calls)
     every = len(terms) == 1 or Counter(term.site for term in terms) <= counted
     return every and equal((root, sum(term.share for term in terms)))
-
-
-def _uneven(again: list[TermTracker]) -> bool:
-    counts = [{term: [call.count for call in calls] for term, calls in terms.items()} for terms in again]
-    return any(one != counts[0] for one in counts)
 
 
 def _of_weights_alone(again: list[Again]) -> float:

@@ -75,8 +75,11 @@ def place(local: Value, whole: Value, info: Parameter, index: int, holders: int)
     differing = [d for d in range(len(local.shape)) if local.shape[d] != whole.shape[d]]
     if len(differing) != 1:
         return None
-    dim = differing[0]
-    even = _even(local.shape[dim], whole.shape[dim], dim, index, holders)
+    dim, even = differing[0], None
+    size, of = local.shape[dim], whole.shape[dim]
+    if size and of % size == 0:  # by shape alone; neighbours hold copies when there are more ranks than parts
+        part = index * (of // size) // holders
+        even = Place(((dim, tuple(range(part * size, (part + 1) * size))),))
     if isinstance(local, Projected) or isinstance(whole, Projected):
         local, whole = projected(local), projected(whole)
     flat = local.reshape(-1) if isinstance(local, Tensor) else torch.tensor([])
@@ -88,14 +91,6 @@ def place(local: Value, whole: Value, info: Parameter, index: int, holders: int)
         if found is not None:
             return None if -1 in found else Place(((dim, found),))
     return even
-
-
-def _even(size: int, of: int, dim: int, index: int, holders: int) -> Place | None:
-    """By shape alone; neighbours hold copies when there are more ranks than parts."""
-    if not size or of % size:
-        return None
-    part = index * (of // size) // holders
-    return Place(((dim, tuple(range(part * size, (part + 1) * size))),))
 
 
 def _rows(t: Value, dim: int) -> Tensor:
@@ -225,14 +220,14 @@ def norm(value: Value) -> float:
 
 def nothing(like: Value) -> Value:
     """Zeros in the place of a gradient that is not there."""
-    return torch.zeros_like(like) if isinstance(like, Tensor) else like.plus(like, -1.0)
+    return torch.zeros_like(like) if isinstance(like, Tensor) else like.minus(like)
 
 
 def difference(one: Value, other: Value) -> Value:
     """One less the other, both in one form."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.double() - other.double()
-    return projected(one).plus(projected(other), -1.0)
+    return projected(one).minus(projected(other))
 
 
 def folded(value: Projected, dims: list[int]) -> Tensor:

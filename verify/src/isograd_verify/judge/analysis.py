@@ -67,7 +67,8 @@ class Analysis:
     @cached_property
     def first(self) -> list[dict[str, events.Parameter]]:
         """What the ranks told at their first step."""
-        return [self.recording.parameters(rank) for rank in range(self.world)]
+        steps = [record.of(events.Step) for record in self.recording.ranks]
+        return [told[0].parameters if told else {} for told in steps]
 
     def _leave_to_owners(self) -> dict[str, set[int]]:
         """Name -> ranks that do not step their copy (ZeRO 1): what is left of its gradient there is not looked at."""

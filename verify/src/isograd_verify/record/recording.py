@@ -21,7 +21,7 @@ from torch import Tensor
 
 from isograd_verify.errors import IsogradError, VerifyError
 from isograd_verify.io.untrusted import FileError, open_to_read, parse_json, read_header, read_json
-from isograd_verify.record.events import Collective, End, Event, Parameter, Step, line, read
+from isograd_verify.record.events import Collective, End, Event, line, read
 
 VERSION = 3  # 1 had untyped events, 2 other names of their kinds
 STEPS = "steps"  # eight bytes: the optimizer steps of a rank that is still under way
@@ -168,11 +168,6 @@ class Recording:
     def steps(self) -> list[int]:
         """Steps that every rank recorded."""
         return sorted(set.intersection(*(set(record.steps) for record in self.ranks)))
-
-    def parameters(self, rank: int = 0) -> dict[str, Parameter]:
-        """What a rank told of its parameters at its first optimizer step: shape, box, trainable, owned."""
-        steps = self.ranks[rank].of(Step)
-        return dict(steps[0].parameters) if steps else {}
 
 
 def merge(whole: Path, parts: list[Path]) -> None:

@@ -134,10 +134,11 @@ class Projected:
         shape = (*self.shape[:dim], len(chosen), *self.shape[dim + 1 :])
         return Projected(shape, {dim: self.along[dim][:, chosen]} if dim in self.along else {})
 
-    def plus(self, other: Projected, factor: float = 1.0) -> Projected:
-        """This and another times a factor, along the dimensions that both have."""
-        both = self.along.keys() & other.along.keys()
-        return Projected(self.shape, {d: self.along[d] + factor * other.along[d] for d in both})
+    def minus(self, other: Projected) -> Projected:
+        """This less another, along the dimensions that both have."""
+        return Projected(
+            self.shape, {d: self.along[d] - other.along[d] for d in self.along.keys() & other.along.keys()}
+        )
 
 
 @lru_cache(maxsize=16)

@@ -252,8 +252,10 @@ def _combined(
     for step in sorted({1, *(step for *_, step in queue)}):
         of_step, needed = [one for one in again if one.of == step], sum(fed[2] == step for fed in queue)
         try:
-            if step == 1 and natural:
-                combined.copy(first.ranks[0], writer)
+            if step == 1 and natural:  # as the program took it there by itself
+                for event in (event for event in first.ranks[0].events if event.step <= 1):
+                    writer.event(event)
+                writer.tensors(1, first.ranks[0].tensors(1))
                 continue
             begin = 1 + (step - 1) % alone.turns
             if step > 1 and not steady(alone.candidate, step, begin):

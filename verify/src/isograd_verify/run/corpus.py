@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -163,13 +163,6 @@ def names_it(found: Finding, what: Planted, subject: Subject) -> bool:
     return set(found.tensors) == wanted if what.tensors else True
 
 
-def outcomes(chosen: Sequence[tuple[Planted, int]]) -> Iterator[Outcome]:
-    """The outcome of each planted bug with a seed, one by one."""
-    with Bench() as bench:
-        for what, seed in chosen:
-            yield bench.outcome(what, seed)
-
-
 def table(chosen: Sequence[Planted], seeds: int, say: Callable[[str], None], log: Path | None = None) -> int:
     """Print bug -> caught -> sentence; 0 when every bug is named and every clean twin is silent, else 3. `log`: a line
     for each outcome; those that are in it already are not run again."""
@@ -179,13 +172,15 @@ def table(chosen: Sequence[Planted], seeds: int, say: Callable[[str], None], log
     known = [json.loads(line) for line in log.read_text().splitlines()] if log is not None and log.exists() else []
     rows = {(name, seed): (named, silent, said) for name, seed, named, silent, said in known}
     left = [(what, seed) for what in chosen for seed in range(seeds) if (what.name, seed) not in rows]
-    for o in outcomes(left):
-        said = o.caught.sentence if o.caught else "; ".join(f.sentence for f in o.others) or "nothing"
-        rows[o.planted.name, o.seed] = o.caught is not None, not o.alarms, said
-        if log is not None:
-            with log.open("a") as file:
-                file.write(json.dumps([o.planted.name, o.seed, *rows[o.planted.name, o.seed]]) + "\n")
-        say(f"{o.planted.name}, seed {o.seed}: {'named' if o.caught else 'NOT NAMED'}{'' if o.ok else ', NOT OK'}")
+    with Bench() as bench:
+        for what, seed in left:
+            o = bench.outcome(what, seed)
+            said = o.caught.sentence if o.caught else "; ".join(f.sentence for f in o.others) or "nothing"
+            rows[what.name, seed] = o.caught is not None, not o.alarms, said
+            if log is not None:
+                with log.open("a") as file:
+                    file.write(json.dumps([what.name, seed, *rows[what.name, seed]]) + "\n")
+            say(f"{what.name}, seed {seed}: {'named' if o.caught else 'NOT NAMED'}{'' if o.ok else ', NOT OK'}")
     good = True
     for what in chosen:
         found = [rows[what.name, seed] for seed in range(seeds)]

@@ -37,7 +37,10 @@ def wait(process: subprocess.Popen[bytes], directory: Path, stall: float) -> Fin
             pass
         except KeyboardInterrupt:  # the program received it too; let it end in its own way
             continue
-        latest = _progress(directory)
+        # When the last event was written, and the counts of optimizer steps of the ranks that have not finished.
+        written = max((log.stat().st_mtime for log in directory.glob("rank-*/events.jsonl")), default=0.0)
+        homes = [home for home, about in ranks_so_far(directory).items() if not about.get("finished")]
+        latest = written, [(home / STEPS).read_bytes() for home in homes if (home / STEPS).exists()]
         quiet = time.monotonic() - quiet_since
         if latest != newest or not (watching(directory) or any(map(any, latest[1]))):
             quiet_since, newest, before = time.monotonic(), latest, None
@@ -59,13 +62,6 @@ def wait(process: subprocess.Popen[bytes], directory: Path, stall: float) -> Fin
 def watching(directory: Path) -> bool:
     """Whether some rank's capture is still under way: later only optimizer steps are counted."""
     return any(about.get("watching") for about in ranks_so_far(directory).values())
-
-
-def _progress(directory: Path) -> tuple[float, list[bytes]]:
-    """When the last event was written, and the counts of optimizer steps of the ranks that have not finished."""
-    written = max((log.stat().st_mtime for log in directory.glob("rank-*/events.jsonl")), default=0.0)
-    homes = [home for home, about in ranks_so_far(directory).items() if not about.get("finished")]
-    return written, [(home / STEPS).read_bytes() for home in homes if (home / STEPS).exists()]
 
 
 OURS = r"/torch/|/isograd_verify/(?!corpus)|^<|contextlib|threading\.py"

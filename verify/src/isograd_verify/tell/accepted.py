@@ -18,12 +18,11 @@ else:
 
 from isograd_verify.errors import VerifyError
 from isograd_verify.io.untrusted import CONFIG, FileError, read_json
-from isograd_verify.tell.findings import NOTE, Finding, place
+from isograd_verify.tell.findings import NOTE, UNNAMED, Finding, place
 from isograd_verify.tell.report import Report
 
 COMMENT = re.compile(r"#\s*isograd:\s*accept\s+([\w-]+)[ \t]*(.*)")
 LONGEST = 1 << 22  # bytes of a source file that are looked at
-UNNAMED = "unnamed"
 
 
 def accept(report: Report, root: Path, programs: Iterable[str] = (), baseline: Path | None = None) -> None:

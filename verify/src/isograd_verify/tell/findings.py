@@ -11,6 +11,7 @@ from typing import Any
 from isograd_verify.tell.catalogue import BUGS
 
 PASS, BUG, INCONCLUSIVE, NOTE = "PASS", "BUG", "INCONCLUSIVE", "NOTE"
+UNNAMED = "unnamed"  # the code of findings that fit no known bug
 EXIT = {PASS: 0, INCONCLUSIVE: 4, BUG: 3}  # the worst last
 
 

@@ -60,12 +60,12 @@ def _many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _number(value: object, otherwise: float = math.nan) -> float:
+def _number(value: object) -> float:
     """Numbers of `data()` may be words ('NaN', 'Infinity'), or be missing."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        return otherwise
+        return math.nan
 
 
 def _short(value: object) -> str:
@@ -315,14 +315,11 @@ def _ticks(whole: float, unit: float, bottom: int) -> str:
 def _event(y: int, start: float, length: float, unit: float, event: dict[str, Any]) -> str:
     phase = event.get("phase") if event.get("phase") in PHASES else "other"
     place = f'x="{LEFT + start * unit:.2f}" y="{y}" width="{max(length * unit, 1):.2f}" height="{LANE - 6}"'
-    return f'<rect class="{phase}" {place}><title>{_text(_collective_lines(event, start, length))}</title></rect>'
-
-
-def _collective_lines(event: dict[str, Any], start: float, length: float) -> str:
     bytes_ = event.get("bytes")
     size = f"{bytes_:,} bytes" if isinstance(bytes_, int) else ""
     lines = [f"{event.get('op', 'collective')} over ranks {event.get('group', '?')}"]
     lines.append(" ".join(filter(None, (size, str(event.get("dtype", ""))))))
     lines.append(f"{_seconds(length)}, at {_seconds(start)}")
     lines += [f"{key} {event[key]}" for key in ("phase", "step", "module", "site") if event.get(key) not in (None, "")]
-    return "\n".join(filter(None, lines))
+    told = _text("\n".join(filter(None, lines)))
+    return f'<rect class="{phase}" {place}><title>{told}</title></rect>'

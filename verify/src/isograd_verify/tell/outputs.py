@@ -9,13 +9,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 from isograd_verify.tell.catalogue import BUGS
-from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, place
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, UNNAMED, Finding, place
 from isograd_verify.tell.report import Report
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 LEVELS = {BUG: "error", INCONCLUSIVE: "warning", NOTE: "note"}
-UNNAMED = "unnamed"  # the rule of findings that fit no known bug
 
 
 def junit(report: Report) -> str:

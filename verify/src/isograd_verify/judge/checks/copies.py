@@ -11,7 +11,6 @@ from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.traffic import reductions
 from isograd_verify.record.axes import DATA, Axes
 from isograd_verify.record.events import Average, Carried, Collective, Draw, ForwardInputs
-from isograd_verify.record.recording import RankRecord
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
 from isograd_verify.tell.wording import axis_over, spell
 
@@ -146,11 +145,13 @@ def own_data(analysis: Analysis) -> Iterator[Finding]:
     if analysis.step != analysis.recording.steps[0]:
         return
     steps = analysis.recording.steps
-    seen = [_seen(record, steps) for record in analysis.recording.ranks]
+    seen: list[list[str]] = []  # what each rank was given, call by call, in all steps that were seen whole
     alike: dict[str, list[int]] = defaultdict(list)
-    for rank, batches in enumerate(seen):
-        if batches:
-            alike[repr(batches)].append(rank)
+    for record in analysis.recording.ranks:
+        told = [event.tensors for event in record.of(ForwardInputs) if event.step in steps]
+        seen.append([", ".join(f"{name} {one.hash} {one.shape}" for name, one in of.items()) for of in told])
+        if seen[-1] and all(seen[-1]):  # else some of it is not known
+            alike[repr(seen[-1])].append(record.rank)
     for members in alike.values():
         doubles = [members[0], *(r for r in members[1:] if _double(analysis, members[0], r))]
         if len(doubles) < 2:
@@ -163,13 +164,6 @@ def own_data(analysis: Analysis) -> Iterator[Finding]:
         sentence = f"{spell(doubles)} were given the same data in all {len(batches)} watched micro-batches, {how}"
         yield Finding(verdict, "same-data", sentence, axis=axis_over(analysis.recording, tuple(doubles)))
         return
-
-
-def _seen(record: RankRecord, steps: list[int]) -> list[str]:
-    """What a rank was given, call by call, in all steps that were seen whole; empty when some of it is not known."""
-    told = [event.tensors for event in record.of(ForwardInputs) if event.step in steps]
-    found = [", ".join(f"{name} {one.hash} {one.shape}" for name, one in of.items()) for of in told]
-    return found if all(found) else []
 
 
 def _double(analysis: Analysis, one: int, other: int) -> bool:

@@ -220,7 +220,14 @@ def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
             bug = "replicas-differ"  # no parameter is cut over data ranks: these were to be copies
         where = f" on {spell(sorted(here))}" if here < held else ""  # stages may share their names
         whom = f"all {len(names)} gradients" if everything and not where else f"{classes_of(names)} ({listed(names)})"
-        sentence = f"step {analysis.step}: {whom}{where}: {_said(bug, kind, value, axis)}"
+        of_bugs = {
+            "replicas-differ": f"summed over {axis} as copies are, but the copies began with different values",
+            "parameters-mixed": "ranks bring gradients of different parameters to one reduction, which adds them up by "
+            "their places",
+            "outside-wrapper": f"never summed over {axis}: each rank trains a network of its own",
+        }
+        said = of_bugs.get(bug) or patterns.said(patterns.SHARDS if bug == "wrong-group" else kind, value, axis)
+        sentence = f"step {analysis.step}: {whom}{where}: {said}"
         yield Finding(BUG, bug, sentence, tensors=names, axis=axis, coefficients=labelled(tensors[names[0]]))
 
 
@@ -281,16 +288,6 @@ def axis_of(analysis: Analysis, kind: str, ranks: tuple[int, ...], own: int) -> 
     return axis_over(analysis.recording, ranks, own) if ranks else "micro-batches"
 
 
-def _said(bug: str, kind: str, value: float, axis: str) -> str:
-    of_bugs = {
-        "replicas-differ": f"summed over {axis} as copies are, but the copies began with different values",
-        "parameters-mixed": "ranks bring gradients of different parameters to one reduction, which adds them up by "
-        "their places",
-        "outside-wrapper": f"never summed over {axis}: each rank trains a network of its own",
-    }
-    return of_bugs.get(bug) or patterns.said(patterns.SHARDS if bug == "wrong-group" else kind, value, axis)
-
-
 def _per_rank(analysis: Analysis, scales: dict[str, dict[int, float]], apart: list[str]) -> Finding:
     """A norm of each rank's own gives each rank one factor; what changes tensor by tensor may be meant to."""
     axis = axis_over(analysis.recording, tuple(sorted({rank for name in apart for rank in scales[name]})))
@@ -325,7 +322,8 @@ def _per_class(analysis: Analysis, read: _Read) -> Iterator[Finding]:
     for name, c in scales.items():
         far = max(tolerances.LOOSE * analysis.tolerance(name), tolerances.FACTOR) * abs(usual)
         if all(abs(possible - usual) > far for possible in read.possible[name]):
-            odd[_factor(c / usual)].append(name)
+            times = c / usual  # rounded, so that tensors with one factor are told together; a small one is not zero
+            odd[round(times, 3) or (times if abs(times) > tolerances.ROUNDING_OTHER else 0.0)].append(name)
     unclear: dict[str, float] = {}
     for factor, names in odd.items():
         of = meanings(analysis.recording, analysis.micros, factor)
@@ -349,11 +347,6 @@ def _per_class(analysis: Analysis, read: _Read) -> Iterator[Finding]:
         )
         bars = (("most tensors", usual), *((n, scales[n]) for n in names[:8]))
         yield Finding(INCONCLUSIVE, "", sentence, tensors=tuple(names), coefficients=bars)
-
-
-def _factor(value: float) -> float:
-    """Rounded, so that tensors with one factor are told together. A small one is not zero: rounding alone is."""
-    return round(value, 3) or (value if abs(value) > tolerances.ROUNDING_OTHER else 0.0)
 
 
 def _mixed(analysis: Analysis, names: Collection[str]) -> tuple[str, ...]:

@@ -55,7 +55,11 @@ def _bars(values: dict[int, float]) -> tuple[tuple[str, float], ...]:
 
 
 def _per_rank(analysis: Analysis, what: str, values: dict[int, float], names: tuple[str, ...]) -> Finding:
-    axis, sentence = axis_over(analysis.recording, _unlike(values)), f"step {analysis.step}: {what}"
+    unlike: list[int] = []  # the first rank with each value: along an axis whose ranks agree, nothing is wrong
+    for rank, value in values.items():
+        if all(spread((value, values[other])) > tolerances.NORM for other in unlike):
+            unlike.append(rank)
+    axis, sentence = axis_over(analysis.recording, tuple(unlike)), f"step {analysis.step}: {what}"
     return Finding(BUG, "clip-per-rank", sentence, tensors=names, axis=axis, coefficients=_bars(values))
 
 
@@ -120,15 +124,6 @@ def clipped_early(analysis: Analysis, found: dict[Key, float]) -> bool:
     if not before or {rank for rank, _ in found} - clip.keys() or spread(behind) > tolerances.ONE_FACTOR:
         return False
     return max(before) <= max(behind) * (1 + tolerances.ONE_FACTOR)
-
-
-def _unlike(values: dict[int, float]) -> tuple[int, ...]:
-    """The first rank with each value: along an axis whose ranks agree, nothing is wrong."""
-    found: list[int] = []
-    for rank, value in values.items():
-        if all(spread((value, values[other])) > tolerances.NORM for other in found):
-            found.append(rank)
-    return tuple(found)
 
 
 def _copies_differ(analysis: Analysis, name: str) -> bool:
