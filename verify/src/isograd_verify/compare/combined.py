@@ -199,18 +199,13 @@ def _write(
         for term in one.record.of(events.LossTerm, one.step):
             weights = tuple(share * weight for weight in term.weights)
             writer.event(replace(term, step=step, micro=number, weights=weights))
-    about = replace(own.of(events.Step, 1)[0], parameters=_parameters(own, tensors), backwards=len(again), left_out={})
-    writer.event(replace(about, step=step))
-    writer.tensors(step, tensors)
-
-
-def _parameters(own: RankRecord, tensors: dict[str, Tensor]) -> dict[str, events.Parameter]:
-    found = {}
-    for name, about in own.of(events.Step, 1)[0].parameters.items():
+    first, found = own.of(events.Step, 1)[0], {}
+    for name, about in first.parameters.items():
         final, had = tensors.get(f"final/{name}"), f"sum/{name}" in tensors
         kind = dtype_name(final) if final is not None else about.gradient_dtype
         found[name] = replace(about, gradient=had, gradient_hash="", gradient_dtype=kind, finite=True)
-    return found
+    writer.event(replace(first, step=step, parameters=found, backwards=len(again), left_out={}))
+    writer.tensors(step, tensors)
 
 
 def _total(terms: list[tuple[Again, float, str]]) -> Tensor | None:

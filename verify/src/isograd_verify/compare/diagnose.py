@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isograd_verify import tolerances
-from isograd_verify.compare.values import Value, contributions, folded, projected, sides
+from isograd_verify.compare.values import Value, contributions, folded, projected, rows_of, sides
 from isograd_verify.judge import patterns
 from isograd_verify.judge.analysis import Analysis, Observed
 from isograd_verify.judge.checks.gradients import axis_of, never_summed, own_only
@@ -276,8 +276,8 @@ def _by_shape(found: Value | None, expected: Value | None) -> Reading:
     strange = Reading(Symptom(UNKNOWN), words="differs from the reference in no known pattern")
     if found is None or expected is None or tuple(found.shape) != tuple(expected.shape) or not found.shape:
         return strange
-    mine, theirs = _rows(found), _rows(expected)
-    if mine is None or theirs is None:
+    mine, theirs = (rows_of(v, 0) if isinstance(v, Tensor) or 0 in v.along else None for v in (found, expected))
+    if mine is None or theirs is None:  # only columns are known
         return strange
     size = float(theirs.norm()) or 1.0
     least = tolerances.ROW * size / len(mine) ** 0.5
@@ -304,13 +304,6 @@ def _by_shape(found: Value | None, expected: Value | None) -> Reading:
     if permuted:
         return Reading(Symptom(PERMUTED), words="the right numbers in other places: a permutation")
     return strange
-
-
-def _rows(value: Value) -> Tensor | None:
-    """[rows, numbers of each]; None where only columns are known."""
-    if isinstance(value, Tensor):
-        return value.double().reshape(value.shape[0], -1)
-    return value.along[0].T if 0 in value.along else None
 
 
 def _same_rows(mine: Tensor, theirs: Tensor, size: float) -> bool:

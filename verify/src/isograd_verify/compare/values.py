@@ -85,15 +85,16 @@ def place(local: Value, whole: Value, info: Parameter, index: int, holders: int)
     flat = local.reshape(-1) if isinstance(local, Tensor) else torch.tensor([])
     constant = not bool((flat != flat[:1]).any()) if len(flat) else isinstance(local, Tensor) or info.constant
     if local.numel() and not constant:
-        if even is not None and bool(_close(_rows(local, dim), _rows(even.of(whole), dim)).all()):
+        if even is not None and bool(_close(rows_of(local, dim), rows_of(even.of(whole), dim)).all()):
             return even  # equal rows elsewhere do not matter
-        found = _match(_rows(local, dim), _rows(whole, dim))
+        found = _match(rows_of(local, dim), rows_of(whole, dim))
         if found is not None:
             return None if -1 in found else Place(((dim, found),))
     return even
 
 
-def _rows(t: Value, dim: int) -> Tensor:
+def rows_of(t: Value, dim: int) -> Tensor:
+    """[size of a dimension, numbers of each]."""
     if isinstance(t, Projected):
         return t.along[dim].T
     return t.movedim(dim, 0).reshape(t.shape[dim], -1).double()

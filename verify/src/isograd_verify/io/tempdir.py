@@ -24,25 +24,18 @@ def home() -> str:
     global _mine  # noqa: PLW0603  (one for each process)
     if _mine is None or _mine[0] != os.getpid():
         sweep()
-        while (made := _make()) is None:  # another process has swept it before this one had locked its file
-            pass
-        folder, descriptor = made
+        while True:
+            folder = tempfile.mkdtemp(prefix="isograd-")
+            file = os.path.join(folder, ALIVE)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for a sweeper, which has removed the file when it lets go
+            if os.path.exists(file):
+                break
+            os.close(descriptor)
         _mine = (os.getpid(), folder, descriptor)
         # After multiprocessing has removed its own folder in it, which has the priority -100.
         Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)
     return _mine[1]
-
-
-def _make() -> tuple[str, int] | None:
-    """A new folder and its locked file; None: it has been removed meanwhile."""
-    folder = tempfile.mkdtemp(prefix="isograd-")
-    file = os.path.join(folder, ALIVE)
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for a sweeper, which has removed the file when it lets go
-    if os.path.exists(file):
-        return folder, descriptor
-    os.close(descriptor)
-    return None
 
 
 def sweep() -> None:

@@ -28,21 +28,13 @@ def width(otherwise: int = 120) -> int:
 
 def fold(text: str, columns: int) -> str:
     """`text` with every longer line broken at spaces; what follows is indented as the line's second word or column."""
-    return "\n".join("\n".join(_folded(line, columns)) for line in text.split("\n"))
-
-
-def _folded(line: str, columns: int) -> list[str]:
-    if len(line) <= columns:
-        return [line]
-    column = re.match(r"\s*\S+(?: \S+)*?\s{2,}(?=\S)", line)  # 'label   text': text continues under itself
-    indent = len(column[0]) if column else len(line) - len(line.lstrip())
-    indent = indent if indent <= columns // 2 else 2
-    return textwrap.wrap(
-        line,
-        columns,
-        subsequent_indent=" " * indent,
-        drop_whitespace=True,
-        replace_whitespace=False,
-        tabsize=4,
-        break_on_hyphens=False,
-    )
+    folded: list[str] = []
+    for line in text.split("\n"):
+        column = re.match(r"\s*\S+(?: \S+)*?\s{2,}(?=\S)", line)  # 'label   text': text continues under itself
+        indent = len(column[0]) if column else len(line) - len(line.lstrip())
+        under = " " * (indent if indent <= columns // 2 else 2)
+        broken = textwrap.TextWrapper(
+            columns, subsequent_indent=under, replace_whitespace=False, tabsize=4, break_on_hyphens=False
+        )
+        folded += [line] if len(line) <= columns else broken.wrap(line)
+    return "\n".join(folded)

@@ -26,12 +26,8 @@ class AfterTorch(MetaPathFinder, Loader):
             self.inner, spec.loader = spec.loader, self
         return spec
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the loader that Python would have taken."""
-        return self.inner.create_module(spec)
-
     def exec_module(self, module: ModuleType) -> None:
-        """The same, and then the function."""
+        """As the loader that Python would have taken, and then the function."""
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self.inner
         self.inner.exec_module(module)

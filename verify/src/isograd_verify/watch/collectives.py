@@ -53,7 +53,6 @@ class WatchMode(TorchDispatchMode):
         self.listener, self.labels, self.rewrites, self.routing = listener, labels, rewrites, routing
         self.kinds: dict[Any, Callable[..., Any] | None] = {}
         self.off = False
-        self.lost: set[str] = set()  # senses that an error has ended
         self.flows, self.states = Flows(), States(listener)
         self.means, self.terms = Means(listener), TermTracker(listener)
         self.loopback: Callable[[str, dict[str, Any]], Any] | None = None  # how a world of one sends to itself
@@ -128,12 +127,11 @@ class WatchMode(TorchDispatchMode):
 
     def _try(self, sense: str, what: Callable[..., Any], *args: Any) -> Any:
         """An error costs this sense, not the program and not the other senses."""
-        if sense in self.lost:
+        if sense in self.listener.blinded:
             return None
         try:
             return what(*args)
         except Exception as error:
-            self.lost.add(sense)
             self.listener.lose(sense, error)
             return None
 

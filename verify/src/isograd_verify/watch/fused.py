@@ -237,7 +237,7 @@ def _readings(args: Any) -> list[LossArgs]:
     tensors = [t for t in args if isinstance(t, Tensor)]
     if any(type(t) is not Tensor and isinstance(t, foreign.DTensor) for t in tensors) or foreign.imagined(tensors):
         return []
-    found = []
+    found, biases = [], [t for t in tensors if t.dim() == 1 and t.is_floating_point() and t.requires_grad]
     for labels in (t for t in tensors if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool):
         flat = labels.detach().reshape(-1)
         for place, rows in enumerate(tensors):
@@ -245,17 +245,12 @@ def _readings(args: Any) -> list[LossArgs]:
                 continue
             heads = [t for t in tensors if t is not rows and t.dim() == 2 and t.shape[1] == rows.shape[-1]]
             for weight in (*(h for h in heads if h.is_floating_point()), None):
-                one = _picked(place, rows, flat, weight, tensors)
-                found += [one] if one is not None else []
+                classes = rows.shape[-1] if weight is None else len(weight)
+                usable = ((flat >= 0) & (flat < classes)).nonzero()[:, 0]
+                if not len(usable):
+                    continue
+                picked = usable[:: max(1, len(usable) // ROWS)][:ROWS]
+                kept = rows.detach().reshape(-1, rows.shape[-1])[picked].double().clone()
+                several = [t for t in biases if len(t) == classes] if weight is not None else []
+                found.append(LossArgs(place, flat.clone(), picked, kept, weight, next(iter(several), None)))
     return found
-
-
-def _picked(place: int, rows: Tensor, labels: Tensor, weight: Tensor | None, tensors: list[Tensor]) -> LossArgs | None:
-    classes = rows.shape[-1] if weight is None else len(weight)
-    usable = ((labels >= 0) & (labels < classes)).nonzero()[:, 0]
-    if not len(usable):
-        return None
-    picked = usable[:: max(1, len(usable) // ROWS)][:ROWS]
-    biases = [t for t in tensors if t.dim() == 1 and t.is_floating_point() and t.requires_grad and len(t) == classes]
-    kept = rows.detach().reshape(-1, rows.shape[-1])[picked].double().clone()
-    return LossArgs(place, labels.clone(), picked, kept, weight, biases[0] if weight is not None and biases else None)

@@ -33,7 +33,7 @@ def adjoints(analysis: Analysis) -> Iterator[Finding]:
         allowed += [made / several] if _alike([p["came"] for p in parts.values()]) else []
         allowed += [made * several] if _alike([p["in"] for p in parts.values()]) else []
         right = any(abs(given - one) <= rounding for one in allowed)
-        if first.site not in told and (left := _shifted(analysis, calls)):
+        if first.site not in told and (left := _shifted([*parts.values()])):
             told.add(first.site)
             sentence = (
                 f"step {analysis.step}: {first.name} at {first.site} is the cross-entropy of logits that are cut over "
@@ -85,14 +85,12 @@ def _together(analysis: Analysis) -> Iterator[Calls]:
 
 
 def _parts(analysis: Analysis, rank: int, call: Function) -> dict[str, Tensor]:
-    group = analysis.recording.ranks[rank].group(analysis.step, f"function/{call.number}")
-    return {part: group[part] for part in ("in", "out", "came", "sent")}
+    return analysis.recording.ranks[rank].group(analysis.step, f"function/{call.number}")
 
 
-def _shifted(analysis: Analysis, calls: Calls) -> float:
+def _shifted(groups: list[dict[str, Tensor]]) -> float:
     """To what the gradient of a row of logits sums that are cut over the ranks, where the forward is a cross-entropy,
     which does not see what is added to all logits of a row; 0.0 of anything else."""
-    groups = [analysis.recording.ranks[r].group(analysis.step, f"function/{c.number}") for r, c in calls.items()]
     if not all("rows" in group for group in groups):
         return 0.0
     rows = torch.stack([group["rows"] for group in groups])  # [ranks, 5, rows]

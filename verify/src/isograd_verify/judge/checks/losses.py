@@ -235,21 +235,16 @@ def _element_weights(analysis: Analysis) -> dict[str, tuple[dict[Key, MeanWeight
         return {}
     tolerance = max(tolerances.LOOSE * analysis.tolerance(chosen[0]), tolerances.FACTOR)
     share = shares(analysis, chosen[1])
-    found = {}
-    for term, means in _mean_terms(analysis, tolerance):
-        weights = {key: share[key] * mean.weight for key, mean in means.items() if key in share}
-        if weights:
-            found[term] = means, weights, tolerance
-    return found
-
-
-def _mean_terms(analysis: Analysis, tolerance: float) -> Iterator[tuple[str, dict[Key, MeanWeight]]]:
-    """Each mean in the loss by rank and micro-batch. One that is computed several times in a micro-batch with one
-    weight is one; with several weights it is a mean of means on purpose, and no term."""
     terms: dict[str, dict[Key, list[MeanWeight]]] = defaultdict(lambda: defaultdict(list))
     for rank, event in analysis.of(MeanWeight):
         terms[event.term][rank, event.micro].append(event)
-    for term, means in terms.items():
-        if all(spread(one.weight for one in found) <= tolerance for found in means.values()):
-            counts = {k: (sum(one.count for one in of), sum(one.nonzero for one in of)) for k, of in means.items()}
-            yield term, {k: replace(means[k][0], count=n, nonzero=nonzero) for k, (n, nonzero) in counts.items()}
+    found = {}
+    for term, each in terms.items():
+        # Computed several times in a micro-batch with one weight it is one; with several a mean of means on purpose.
+        if all(spread(one.weight for one in of) <= tolerance for of in each.values()):
+            counts = {k: (sum(one.count for one in of), sum(one.nonzero for one in of)) for k, of in each.items()}
+            means = {k: replace(each[k][0], count=n, nonzero=nonzero) for k, (n, nonzero) in counts.items()}
+            weights = {key: share[key] * mean.weight for key, mean in means.items() if key in share}
+            if weights:
+                found[term] = means, weights, tolerance
+    return found
