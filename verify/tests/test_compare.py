@@ -577,7 +577,7 @@ def result(loss: float, weight: float = 30.0) -> Result:
 
 
 def norm(value: float) -> Norm:
-    return Norm(value=value, site="train.py:7 in step")
+    return Norm(value=value)
 
 
 def true_norm() -> float:

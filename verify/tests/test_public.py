@@ -149,7 +149,7 @@ def test_parameters_that_megatron_has_cut_say_where_they_stand(monkeypatch: pyte
 def reduction(group: tuple[int, ...], size: int = 30) -> Collective:
     return Collective(
         0, n=1, op="all_reduce", group=group, dtype="float64", numel=size, bytes=8 * size, start=0.0,
-        phase="backward", module="", site="train.py:9", covers=(), passed=0, reduce="",
+        phase="backward", module="", site="train.py:9", covers=(), passed=0,
     )  # fmt: skip
 
 

@@ -116,7 +116,6 @@ class Collective(Event):
     site: str = ""
     covers: tuple[str, ...] = ()  # parameters whose gradients share memory with its tensor
     passed: int = 0  # backwards before it
-    reduce: str = ""
     inside: bool = False  # the forward of an autograd Function
     narrow: bool = False  # every number of an fp32 tensor is one of bf16
     seconds: float | None = None  # from its End; None: it did not end
@@ -246,10 +245,9 @@ class Carried(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Rewritten(Event):
-    """Between the last backward and the step the program wrote into these gradients, first at `site`."""
+    """Between the last backward and the step the program wrote into gradients, first at `site`."""
 
     site: str
-    names: tuple[str, ...]
     factor: float = 0.0  # not 0: they are all gradients, and what it did last was to multiply them by this number
 
 
@@ -333,10 +331,9 @@ class Draw(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Norm(Event):
-    """What clip_grad_norm_ returned, and where."""
+    """What clip_grad_norm_ returned."""
 
     value: float
-    site: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +352,6 @@ class Step(Event):
     parameters: dict[str, Parameter]
     backwards: int
     note: str = ""
-    at: float = 0.0
     left_out: dict[str, int] = field(default_factory=dict)  # tensors beyond the limit, by kind; and the limit
     by_hand: bool = False  # the program has no optimizer, and changed its parameters itself
     nameless: int = 0  # parameters with a gradient that optimizers stepped, and no module that was called has
@@ -370,15 +366,9 @@ class Average(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skipped(Event):
-    """Gradients were thrown away after their norm was looked at: a step left out."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class OtherWorld(Event):
     """The program joined a world of another size: the watching ended."""
 
-    rank: int
     world: int
 
 

@@ -23,7 +23,7 @@ from isograd_verify.errors import IsogradError, VerifyError
 from isograd_verify.io.untrusted import FileError, open_to_read, parse_json, read_header, read_json
 from isograd_verify.record.events import Collective, End, Event, line, read
 
-VERSION = 3  # 1 had untyped events, 2 other names of their kinds
+VERSION = 4  # 1 had untyped events, 2 other names of their kinds, 3 fields that no check has read
 STEPS = "steps"  # eight bytes: the optimizer steps of a rank that is still under way
 WEIGHTS = "weights-{:04d}.safetensors"  # all weights, whole, with which a step began (run/beside.py)
 BEHIND = "behind-{:04d}.safetensors"  # what modules carry behind a backward that was done again (watch/feed.py)

@@ -9,13 +9,12 @@ received; `parameter/NAME` before and `after/NAME` behind the step; and when `ac
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from isograd_verify.record.events import Backward, ForwardInputs, Parameter, Skipped, Step, micro_of
+from isograd_verify.record.events import Backward, ForwardInputs, Parameter, Step, micro_of
 from isograd_verify.record.sketch import digest, dtype_name, sketch
 from isograd_verify.watch import foreign
 from isograd_verify.watch.collectives import WatchMode
@@ -70,7 +69,6 @@ class Capture(Recorder):
             self.cleared = self.micro + 1
             if self.snapped:  # the norm was looked at, and the step left out: as after an overflow
                 self.drop_before(self.cleared)
-                self.event(Skipped(*self.now))
         if self.micro + 1 >= MOST_MICROS:
             self.leftover()
             self.pause()
@@ -204,10 +202,9 @@ class Capture(Recorder):
             self.event(ForwardInputs(*self.now, forward=forward, tensors=tensors, reached=False))
         self.unreached.clear()
         left = {"limit": self.limit, **self.left_out} if self.left_out else {}
-        now = time.time() - self.began
         by_hand = bool(not note and not self.optimizers and self.rewrites.by_hand)
         self.event(Step(
-            *self.now, parameters=about, backwards=self.backwards, note=note, at=now, left_out=left, by_hand=by_hand,
+            *self.now, parameters=about, backwards=self.backwards, note=note, left_out=left, by_hand=by_hand,
             nameless=len(self.nameless), issued=foreign.issued(),
         ))  # fmt: skip
         self.out.tensors(self.step, self.tensors)

@@ -72,7 +72,7 @@ class Clips:
     def _note(self, parameters: Any, bound: float, norm: Any) -> None:
         c, site = self.capture, foreign.call_site(self.capture.base)
         if isinstance(norm, Tensor) and not isinstance(norm, foreign.DTensor):
-            c.event(Norm(*c.now, value=float(norm), site=site))
+            c.event(Norm(*c.now, value=float(norm)))
         held = [*parameters.parameters()] if isinstance(parameters, nn.Module) else parameters
         self.clips = [clip for clip in self.clips if clip.backwards == c.backwards]
         self.clips.append(Clip([held] if isinstance(held, Tensor) else held, float(bound), norm, site, c.backwards))

@@ -179,7 +179,7 @@ class WatchMode(TorchDispatchMode):
 
     def _note_call(self, func: Any, named: dict[str, Any]) -> tuple[_Call, int]:
         call = _Call(func, named)
-        noted = self.listener.collective(call.op, call.ranks, call.tensors, call.reduce, call.peer)
+        noted = self.listener.collective(call.op, call.ranks, call.tensors, call.peer)
         reduced = call.tensors if noted.op in REDUCING else []
         self.rewrites.communicated(noted.covers, reduced, noted.numel)
         self.states.reduced(reduced)
@@ -255,4 +255,3 @@ class _Call:
         to = named.get("dst")
         self.peer = self.ranks[to] if type(to) is int and 0 <= to < len(self.ranks) else -1
         self.cuts = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
-        self.reduce = named["reduce_op"] if isinstance(named.get("reduce_op"), str) else ""

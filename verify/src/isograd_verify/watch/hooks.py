@@ -365,7 +365,7 @@ class Hooks:
             self.capture.inside_engine -= 1
         norm = getattr(result, "grad_norm", None)
         if norm is not None:
-            self.capture.event(Norm(*self.capture.now, value=float(norm), site=foreign.call_site(self.capture.base)))
+            self.capture.event(Norm(*self.capture.now, value=float(norm)))
         with whole():
             self.capture.after_step()
         return result

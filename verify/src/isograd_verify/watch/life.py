@@ -246,7 +246,7 @@ class Life:
             return
         rank, world = foreign.world()
         if (rank, world) != (self.writer.about["rank"], self.writer.about["world"]):
-            self.event(OtherWorld(*self.now, rank=rank, world=world))
+            self.event(OtherWorld(*self.now, world=world))
             self.pause()
             self.steps = Steps(self.steps.first)  # what comes is another recording's
 

@@ -119,9 +119,8 @@ class Recorder(Life):
         self.stack: list[str] = []  # modules under way, outermost first
         self.drawn: list[bool] = []
         self.buffers: dict[str, str] = {}  # the hash of each small buffer when it was last looked at
-        self.unreached: dict[
-            int, tuple[int, dict[str, events.GivenTensor]]
-        ] = {}  # given to calls, reached by no backward
+        # Given to calls, reached by no backward.
+        self.unreached: dict[int, tuple[int, dict[str, events.GivenTensor]]] = {}
         self.backing = 0  # calls of autograd.backward under way
         self.behind = ""  # the module whose backward is under way
         self.snapped = False
@@ -133,9 +132,7 @@ class Recorder(Life):
         self.unsettled = False  # an optimizer has stepped, and another one may before the next forward
         self.inside_engine = 0  # steps of engines under way
         self.in_function = 0  # forwards of autograd Functions under way
-        self.inner_weights: list[
-            events.LabelWeight | events.MeanWeight
-        ] = []  # inside the Function that was called last
+        self.inner_weights: list[events.LabelWeight | events.MeanWeight] = []  # in the Function that was called last
         self.reduced = ""  # where many numbers with a graph last became one: the loss, most likely
         self.sketching = Sketching(self.boxes, beyond)
 
@@ -157,9 +154,7 @@ class Recorder(Life):
             return "backward"
         return "step" if self.stepping else "forward" if self.stack else "other"
 
-    def collective(
-        self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str, peer: int = -1
-    ) -> events.Collective:
+    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], peer: int = -1) -> events.Collective:
         """Notes a collective."""
         self.numbers += 1
         self.groups.append(ranks)
@@ -178,7 +173,7 @@ class Recorder(Life):
             *self.now, n=self.numbers, op=op, group=ranks, peer=peer, dtype=dtype,
             numel=sum(t.numel() for t in local), bytes=sum(t.numel() * t.element_size() for t in local),
             start=time.time() - self.began, phase=phase, module=module, site=foreign.call_site(self.base),
-            covers=tuple(sorted(covers)), passed=self.backwards, reduce=reduce, inside=self.in_function > 0,
+            covers=tuple(sorted(covers)), passed=self.backwards, inside=self.in_function > 0,
             narrow=op in events.REDUCING and all(map(sketch.in_bf16, local)),
         )  # fmt: skip
         self.event(call)

@@ -92,8 +92,13 @@ class Rewrites:
         filled = isinstance(source, Tensor) and _address(source) in self.buffers
         if self.reduced is not None and (filled or at in self.buffers):
             self.reduced |= {name for name, *_ in found}
-        if not filled:
-            self._keep(found, scales)
+        c = self.capture
+        for name, parameter, part in () if filled else found:
+            later = name in self.kept and not self.kept[name].scaled
+            if not later and (self.reduced is None or name in self.reduced):
+                whole = part.detach().clone() if c.whole else None
+                self.kept[name] = Before(sketch(part, c.offset(name, parameter, part)), squares(part), whole, scales)
+                self.site = self.site or foreign.call_site(c.base)
 
     def _by_hand(self, written: list[Any]) -> None:
         """A program without an optimizer writes into parameters that have a gradient, for the first time since the last
@@ -131,7 +136,7 @@ class Rewrites:
             if one.whole is not None:
                 c.keep(f"whole/{name}", one.whole)
         if kept:
-            c.event(Rewritten(*c.now, site=self.site, names=tuple(kept), factor=factor))
+            c.event(Rewritten(*c.now, site=self.site, factor=factor))
         self.begin()
 
     def _factor(self, kept: dict[str, Before]) -> float:
@@ -148,15 +153,6 @@ class Rewrites:
             return 0.0
         whole = abs(1 / high - round(1 / high)) <= tolerances.WHOLE / high
         return 0.0 if high - low > tolerances.FACTOR * high or high > 1 - tolerances.FACTOR or whole else high
-
-    def _keep(self, gradients: list[tuple[str, foreign.Held, Tensor]], scales: bool) -> None:
-        c = self.capture
-        for name, parameter, part in gradients:
-            later = name in self.kept and not self.kept[name].scaled
-            if not later and (self.reduced is None or name in self.reduced):
-                whole = part.detach().clone() if c.whole else None
-                self.kept[name] = Before(sketch(part, c.offset(name, parameter, part)), squares(part), whole, scales)
-                self.site = self.site or foreign.call_site(c.base)
 
     def _between(self) -> bool:
         """Whether the program is between a backward and the step, and not in a model's forward."""
