@@ -252,7 +252,12 @@ class _Step:
             same = tuple(local.shape) == tuple(expected.shape)
             if not same or norm(difference(local, expected)) > tolerances.START * size:
                 apart.add(name)
-        swapped = _swapped(self.ours, self.places)
+        swapped = []  # of which later ranks hold earlier rows; FSDP2 over tp declares such boxes
+        for name, spots in self.places.items():
+            firsts = [spot.cuts[0][1][0] for _, spot in sorted(spots.items()) if spot.cuts and spot.cuts[0][1]]
+            told = all(self.ours.about[rank][name].box is not None for rank in spots)
+            if not told and len(set(firsts)) > 1 and len(firsts) == len(set(firsts)) and firsts != sorted(firsts):
+                swapped.append(name)
         names = tuple(sorted({*apart, *swapped}))
         if not names:
             return None
@@ -390,16 +395,4 @@ def places_of(analysis: Analysis, start: Mapping[str, Value], names: dict[str, s
                 cuts = tuple(c for c in spot.cuts if c[0] == 0)
                 if rank in found[name] and cuts and analysis.about[rank][name].shape == (len(cuts[0][1]),):
                     found[name][rank] = Place(cuts)
-    return found
-
-
-def _swapped(analysis: Analysis, places: dict[str, dict[int, Place]]) -> list[str]:
-    """Tensors of which later ranks hold earlier rows, found by their values; FSDP2 over tp declares such boxes."""
-    found = []
-    for name, spots in places.items():
-        if all(analysis.about[rank][name].box is not None for rank in spots):
-            continue
-        firsts = [spot.cuts[0][1][0] for _, spot in sorted(spots.items()) if spot.cuts and spot.cuts[0][1]]
-        if len(set(firsts)) > 1 and len(firsts) == len(set(firsts)) and firsts != sorted(firsts):
-            found.append(name)
     return found

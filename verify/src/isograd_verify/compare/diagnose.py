@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isograd_verify import tolerances
-from isograd_verify.compare.values import Value, contributions, folded, projected, rows_of, sides
+from isograd_verify.compare.values import Place, Value, contributions, folded, projected, rows_of, sides
 from isograd_verify.judge import patterns
 from isograd_verify.judge.analysis import Analysis, Observed
 from isograd_verify.judge.checks.gradients import axis_of, never_summed, own_only
@@ -68,7 +68,14 @@ def diagnose(
     found = []
     own = [key for key in groups if key[0] == patterns.SCALED and key[1] and not _meant(analysis, key[1])]
     if len(own) > MOST_FACTORS:
-        found.append(_own_factors(analysis.step, {name: key[1] for key in own for name in groups.pop(key)}))
+        factors = {name: key[1] for key in own for name in groups.pop(key)}
+        tensors = tuple(sorted(factors))
+        sentence = (
+            f"step {analysis.step}: {listed(tensors)}: {min(factors.values()):g} to {max(factors.values()):g} times "
+            "what they should be, each tensor by a factor of its own, as adaptive clipping would"
+        )
+        bars = (("reference", 1.0), *((name, factors[name]) for name in tensors[:8]))
+        found.append(Finding(BUG, "", sentence, tensors=tensors, coefficients=bars))
     found += [_finding(analysis, readings[key], names, telling, wrong) for key, names in groups.items()]
     found = _through_scores(found, [n for key in groups if key[0] in (UNKNOWN, ROWS) for n in groups[key]])
     return found, any(kind in (UNKNOWN, PERMUTED) for kind, _ in groups)
@@ -103,16 +110,6 @@ def _through_scores(found: list[Finding], strange: list[str]) -> list[Finding]:
 
 def _meant(analysis: Analysis, factor: float) -> dict[str, str]:
     return meanings(analysis.recording, analysis.micros, factor)
-
-
-def _own_factors(step: int, factors: dict[str, float]) -> Finding:
-    names = tuple(sorted(factors))
-    sentence = (
-        f"step {step}: {listed(names)}: {min(factors.values()):g} to {max(factors.values()):g} times what they should "
-        "be, each tensor by a factor of its own, as adaptive clipping would"
-    )
-    bars = (("reference", 1.0), *((name, factors[name]) for name in names[:8]))
-    return Finding(BUG, "", sentence, tensors=names, coefficients=bars)
 
 
 def _finding(
@@ -177,8 +174,11 @@ def _said(analysis: Analysis, reading: Reading) -> tuple[str, str]:
 
 
 def read_tensor(analysis: Analysis, reference: Recording, one: Tensorwise, truth: Value) -> Reading:
-    """(symptom, coefficients, words for what has no coefficients) of one wrong tensor, from the worst of its ranks."""
-    worst = _worst(analysis, one)
+    """(symptom, coefficients, words for what has no coefficients) of one wrong tensor, as the first rank sees it that
+    is wrong by about as much as any."""
+    told = {s.own: s for s in analysis.observed(one.name)}
+    errors = {own: max(one.errors.get(r, 0.0) for r in s.ranks) for own, s in told.items()}
+    worst = next((told[r] for r in sorted(told) if errors[r] >= tolerances.WORST * max(errors.values())), None)
     if worst is None:
         return Reading(Symptom(patterns.SCALED, 0.0))
     found, expected = sides(analysis, worst.own, "final", one.name, truth, one.places[worst.own])
@@ -205,7 +205,7 @@ def _coordinates(
 ) -> tuple[Tensor, Tensor, dict[Key, Tensor]]:
     """(what was seen, the truth, what each backward added), all as sketches of one kind."""
     spot = one.places[seen.own]
-    cover = len(seen.ranks) > 1 and analysis.covered(one.name) and spot.partial
+    cover = len(seen.ranks) > 1 and analysis.covered(one.name) and spot != Place()
     part = truth if cover else spot.of(truth)
     if isinstance(part, Tensor):
         return seen.sketch, sketch(part), analysis.contributions(one.name, seen.own)
@@ -216,13 +216,6 @@ def _coordinates(
     joined = not cover and (spot.row is not None or len(spot.cuts) > 1)  # of several ranks, each with its own part
     parts = {} if joined else contributions(analysis, one.name, seen.own, dims)
     return folded(ours, dims), folded(theirs, dims), parts
-
-
-def _worst(analysis: Analysis, one: Tensorwise) -> Observed | None:
-    """As the first rank sees it that is wrong by about as much as any."""
-    seen = {s.own: s for s in analysis.observed(one.name)}
-    errors = {own: max(one.errors.get(r, 0.0) for r in s.ranks) for own, s in seen.items()}
-    return next((seen[own] for own in sorted(seen) if errors[own] >= tolerances.WORST * max(errors.values())), None)
 
 
 def _by_contributions(

@@ -33,11 +33,6 @@ class Place:
     cuts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     row: tuple[int, int] | None = None
 
-    @property
-    def partial(self) -> bool:
-        """Whether it is a part of the whole."""
-        return bool(self.cuts) or self.row is not None
-
     @overload
     def of(self, whole: Tensor) -> Tensor: ...
     @overload

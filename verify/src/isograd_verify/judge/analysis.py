@@ -88,19 +88,14 @@ class Analysis:
 
     def made_equal(self, name: str, ranks: tuple[int, ...]) -> bool:
         """Whether copies are equal before the next step; of the last one, if they were made so a step before."""
-        later, earlier = self._parameters_at(self.step + 1), self._parameters_at(self.step - 1)
+        later, earlier = self.parameters_at(self.step + 1), self.parameters_at(self.step - 1)
         if all(name in later[rank] for rank in ranks):
             return len({later[rank][name].before for rank in ranks}) == 1
         apart = len({earlier[rank][name].hash for rank in ranks if name in earlier[rank]}) > 1
         brought = apart and len({self.about[rank][name].before for rank in ranks}) == 1
         return brought or len({self.about[rank][name].hash for rank in ranks}) == 1
 
-    def last(self, name: str, ranks: tuple[int, ...]) -> bool:
-        """Whether nothing tells what became of copies behind this step."""
-        later = self._parameters_at(self.step + 1)
-        return not all(name in later[rank] for rank in ranks)
-
-    def _parameters_at(self, step: int) -> list[dict[str, events.Parameter]]:
+    def parameters_at(self, step: int) -> list[dict[str, events.Parameter]]:
         """By rank: what was told of the parameters at a step, where they were looked at before it."""
         if step not in self._steps_told:
             told = [next(iter(record.of(events.Step, step)), None) for record in self.recording.ranks]

@@ -38,11 +38,6 @@ class Fit:
             found = possible if i == 0 else [x for x in found if any(equal((x, y)) for y in possible)]
         return tuple(found)
 
-    @property
-    def alike(self) -> bool:
-        """Whether every contribution is equal to one of another rank."""
-        return all(len(members) > 1 for members in self.classes.values())
-
 
 def fit(gradient: Tensor, parts: dict[Key, Tensor], tolerance: float, own: int | None = None) -> Fit | None:
     """None when there is nothing to explain the gradient with. `own` puts that rank first among equals."""

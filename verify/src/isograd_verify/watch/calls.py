@@ -99,7 +99,9 @@ class Calls:
             return
         self.last[kind] = *now, self.last[kind][2] + 1 if self.last[kind][:2] == now else 0
         kept, size = generators(), self.cached if kind == CACHE else 0
-        kept |= plain(args, kwargs)
+        words = {n: a for n, a in ({str(i): a for i, a in enumerate(args)} | kwargs).items() if type(a) in PLAIN}
+        for name, word in words.items():  # as the bytes of its JSON
+            kept[f"plain/{name}"] = torch.tensor(list(json.dumps(word).encode()), dtype=torch.uint8)
         for name, value in found(args, kwargs).items():
             tensor = value.get_state() if isinstance(value, torch.Generator) else value
             size += tensor.numel() * tensor.element_size()
@@ -114,12 +116,6 @@ class Calls:
         self.cached = size if kind == CACHE else self.cached
         if kind == GRAPH or size <= LIMIT:
             save_file(kept, self.capture.out.path / file_of(*self.last[kind], kind))
-
-
-def plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Words and numbers among the arguments, each as the bytes of its JSON."""
-    held = {n: a for n, a in ({str(i): a for i, a in enumerate(args)} | kwargs).items() if type(a) in PLAIN}
-    return {f"plain/{n}": torch.tensor(list(json.dumps(a).encode()), dtype=torch.uint8) for n, a in held.items()}
 
 
 def total(roots: Any) -> Tensor:

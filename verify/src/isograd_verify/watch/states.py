@@ -60,17 +60,17 @@ class States:
             late = self.places.setdefault(place, self.capture.step) < self.capture.step
             for name, value in values.items():
                 for path, one in [(name, value)] if isinstance(value, Tensor) else walk(value, name, 0):
-                    if id(one) not in seen and self._follows(one):
-                        seen.add(id(one))
-                        self._variable(path, f"{place}/{path}", one, late)
-
-    def _variable(self, name: str, key: str, value: Tensor, late: bool) -> None:
-        shaped, sample = f"{key} {tuple(value.shape)}", value.detach().reshape(-1)[:: 1 + value.numel() // SAMPLES]
-        if shaped not in self.variables:
-            self.variables[shaped], self.samples[shaped] = "" if late and value.dim() else digest(value), sample.clone()
-        first = self.samples[shaped]
-        if not self.variables[shaped] or 2 * int((sample != first).sum()) > len(first):
-            self._look(name, key, value, self.variables)
+                    if id(one) in seen or not self._follows(one):
+                        continue
+                    seen.add(id(one))
+                    key, sample = f"{place}/{path}", one.detach().reshape(-1)[:: 1 + one.numel() // SAMPLES]
+                    shaped = f"{key} {tuple(one.shape)}"
+                    if shaped not in self.variables:
+                        self.variables[shaped] = "" if late and one.dim() else digest(one)
+                        self.samples[shaped] = sample.clone()
+                    first = self.samples[shaped]
+                    if not self.variables[shaped] or 2 * int((sample != first).sum()) > len(first):
+                        self._look(path, key, one, self.variables)
 
     def _follows(self, value: Any) -> bool:
         if type(value) is not Tensor or value.requires_grad or not value.is_floating_point():

@@ -140,7 +140,7 @@ def _read_tensor(analysis: Analysis, name: str, read: _Read) -> None:
             read.add("wrong-group", patterns.MIXED, 1.0, axis, name, found.coefficients)
         elif found.uniform:
             possible = found.each
-            if found.alike:
+            if all(len(members) > 1 for members in found.classes.values()):  # equal to one of another rank
                 read.alike.add(name)
                 if _summed_in_backward(analysis, name, found):
                     possible = possible[:1]

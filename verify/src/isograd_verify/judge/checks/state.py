@@ -61,11 +61,13 @@ def _steps_by(events: list[Event], kind: type[Event], everyone: tuple[int, ...])
 def replicas(analysis: Analysis) -> Iterator[Finding]:
     """Copies of a parameter are equal, byte for byte, before each step."""
     apart: dict[str, tuple[int, ...]] = {}
+    later = analysis.parameters_at(analysis.step + 1)
     for name in analysis.names:
         if name in analysis.unsure:
             continue
         for ranks in analysis.replica_sets(name):
-            brought = name in analysis.owners_step and analysis.last(name, ranks)  # behind the step, unseen
+            unseen = not all(name in later[rank] for rank in ranks)
+            brought = name in analysis.owners_step and unseen  # behind the step
             began = {analysis.about[r][name].before for r in ranks}
             if len(began) > 1 or not (analysis.made_equal(name, ranks) or brought):
                 apart[name] = ranks
