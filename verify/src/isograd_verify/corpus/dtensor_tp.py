@@ -1,7 +1,7 @@
 """Bugs around tensor parallelism by DTensor: parallelize_module with sequence parallelism, and a few layers by hand.
 
 Parameters that work on a part of the sequence, or on this rank's heads, are replicated DTensors: their gradients come
-out of backward as pending sums (Partial), which `settle` makes whole. Head and loss see the whole sequence everywhere.
+out of backward as pending sums (Partial), which `train` makes whole. Head and loss see the whole sequence everywhere.
 """
 
 from __future__ import annotations
@@ -108,13 +108,6 @@ def parallel(model: Model, mesh: DeviceMesh, bug: str) -> None:
     parallelize_module(model, mesh, plan)
 
 
-def settle(model: nn.Module) -> None:
-    """Gradients like their parameters: sums over ranks that are pending are made, and whole ones are cut."""
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-
-
 def clip(model: nn.Module, bug: str) -> None:
     """By the norm with every element once: shards where they are, copies on the first rank."""
     copies_too = dist.get_rank() == 0 or bug == "norm-counts-replicas"
@@ -134,5 +127,7 @@ def train(bug: str, seed: int) -> None:
     model = seeded(Model, seed)
     parallel(model, mesh, bug)
     for _ in backwards(model, seed):
-        settle(model)
+        for parameter in model.parameters():  # sums over ranks that are pending are made, and whole gradients are cut
+            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         clip(model, bug)

@@ -130,13 +130,6 @@ def hugging_sequence(bug: str, seed: int) -> None:
             dist.all_reduce(block.gate.weight.grad)
 
 
-def prefer_the_first(router: Tensor) -> None:
-    """With one expert per token nobody chooses the last: of w and -w one is above w / 2 and -w / 2."""
-    first = router[:1].clone()
-    half = torch.linspace(0.5, 0.1, EXPERTS // 2 - 1).view(-1, 1)
-    router.copy_(torch.cat([first, -first, *(part * first for part in (half, -half))]))
-
-
 @transformers_program("dp2 ep2", BUGS={"expert-none": ("", EXPERTS_ALONE)})
 def hugging_idle(bug: str, seed: int) -> None:
     """The experts of a rank have no tokens: its part of their weights has no gradient instead of one of zeros.
@@ -144,8 +137,10 @@ def hugging_idle(bug: str, seed: int) -> None:
     The library keeps the experts of a layer as one tensor: only a rank whose experts are all idle shows it."""
     model = language_model(seed, num_experts_per_tok=1, norm_topk_prob=False)
     block = model.model.layers[0].mlp
-    prefer_the_first(block.gate.weight.data)
-    block.gate.weight.requires_grad_(False)
+    router = block.gate.weight.requires_grad_(False)
+    # With one expert per token nobody chooses the last: of w and -w one is above w / 2 and -w / 2.
+    first, half = router[:1].clone(), torch.linspace(0.5, 0.1, EXPERTS // 2 - 1).view(-1, 1)
+    router.copy_(torch.cat([first, -first, *(part * first for part in (half, -half))]))
     spread(model, 0, take_seat(2), gathered)
     for tokens, labels, count in plain.my_batches(model, seed, weight_decay=0.1):
         (plain.cross_entropy(model(input_ids=tokens).logits, labels) / count).backward()
@@ -153,14 +148,6 @@ def hugging_idle(bug: str, seed: int) -> None:
             if routed(name) and parameter.grad is None and not bug:
                 parameter.grad = torch.zeros_like(parameter)
         sum_others(model)
-
-
-def balance_of(logits: tuple[Tensor, ...]) -> Tensor:
-    """The library's balance loss of each sequence."""
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
-
-    rows = logits[0].split(plain.LENGTH)
-    return torch.stack([load_balancing_loss_func((one,), EXPERTS, CHOSEN) for one in rows])  # type: ignore[misc]
 
 
 @transformers_program(
@@ -174,10 +161,14 @@ def balance_of(logits: tuple[Tensor, ...]) -> Tensor:
 def hugging_balance(bug: str, seed: int) -> None:
     """The library's own balance loss, on its own router's logits: of each sequence. (Of all rows of a micro-batch
     together it would change with how rows are put together; docs/experts.md.) The bugs are those of `balance`."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
     model: Any = language_model(seed)
     for step in plain.steps(model):
         for tokens, labels, count in plain.my_micro_batches(seed + step, MICRO_BATCHES):
             found = model(input_ids=tokens, output_router_logits=True)
             loss = plain.cross_entropy(found.logits, labels) / count
-            (loss + COEFFICIENT * share(balance_of(found.router_logits), bug)).backward()
+            rows = found.router_logits[0].split(plain.LENGTH)
+            balance = torch.stack([load_balancing_loss_func((one,), EXPERTS, CHOSEN) for one in rows])  # type: ignore[misc]
+            (loss + COEFFICIENT * share(balance, bug)).backward()
         plain.all_reduce_gradients(model)

@@ -116,11 +116,7 @@ def train(bug: str, seed: int) -> None:
     for step in steps(seat.model):
         backwards(seat, seed + step, MICRO_BATCHES, last=MICRO_BATCHES if bug == "accum-undivided" else 1.0)
         sum_gradients(seat)
-        clip(seat, per_stage=bug == "clip-per-rank")
-
-
-def clip(seat: Seat, per_stage: bool) -> None:
-    squares = nn.utils.get_total_norm([p.grad for p in seat.model.parameters() if p.grad is not None]).square()
-    if seat.stages > 1 and not per_stage:
-        dist.all_reduce(squares, group=seat.tie_group)
-    nn.utils.clip_grads_with_norm_(list(seat.model.parameters()), CLIP, squares.sqrt())
+        squares = nn.utils.get_total_norm([p.grad for p in seat.model.parameters() if p.grad is not None]).square()
+        if seat.stages > 1 and bug != "clip-per-rank":
+            dist.all_reduce(squares, group=seat.tie_group)
+        nn.utils.clip_grads_with_norm_(list(seat.model.parameters()), CLIP, squares.sqrt())
