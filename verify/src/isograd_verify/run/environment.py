@@ -24,22 +24,15 @@ def begin() -> None:
     """At the start of a Python process: watch it from the import of torch on, if it turns out to be a rank."""
     report = Path(os.environ["ISOGRAD_VERIFY"]).absolute()
     started_others = "ISOGRAD_VERIFY_RUN" not in os.environ
-    run = os.environ.setdefault("ISOGRAD_VERIFY_RUN", _run_of_launcher())
+    called = ("-".join(os.environ[name] for name in names) for names in LAUNCHERS if set(names) <= os.environ.keys())
+    parent, since = os.getppid(), ""
+    with suppress(OSError):  # when the parent was started: its number may be another one's later
+        since = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    run = os.environ.setdefault("ISOGRAD_VERIFY_RUN", next(called, f"{parent}-{since}"))
     os.environ["ISOGRAD_VERIFY"] = str(report)  # also of processes that start in another folder
     own = _Process(report, report.with_name(f"{report.name}.{run}"), started_others)
     AfterTorch(own.watch)
     atexit.register(own.end)  # the first to be registered is the last to be called: behind the capture's end
-
-
-def _run_of_launcher() -> str:
-    for names in LAUNCHERS:
-        if all(name in os.environ for name in names):
-            return "-".join(os.environ[name] for name in names)
-    parent = os.getppid()
-    since = ""
-    with suppress(OSError):  # when the parent was started: its number may be another one's later
-        since = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{parent}-{since}"
 
 
 class _Process:

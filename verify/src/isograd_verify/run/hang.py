@@ -18,7 +18,7 @@ from pathlib import Path
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.checks.traffic import called, signature
 from isograd_verify.record.events import Collective
-from isograd_verify.record.recording import STEPS, RankRecord, Recording, ranks_so_far
+from isograd_verify.record.recording import STEPS, Recording, ranks_so_far
 from isograd_verify.tell.findings import BUG, Finding
 from isograd_verify.tell.wording import spell
 from isograd_verify.watch.foreign import ENGINE
@@ -94,7 +94,11 @@ def describe(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
     except VerifyError as error:
         return Finding(BUG, "order", f"hang: nothing happened for {stall:g} s, and the recording is not whole: {error}")
     parted = _all_parted(recording)
-    at = {r.rank: _at(r, where) for r in recording.ranks}
+    at = {}
+    for record in recording.ranks:
+        ended = record.about.get("finished") or not alive(int(record.about.get("pid", 0)) or -1)
+        found = place(where.get(record.path, ""))
+        at[record.rank] = " has ended" if ended else f" is at {found}" if found else ""
     if not parted:
         seen = {r.rank: [f"last seen in {e.op} at {e.site}," for e in r.of(Collective)][-1:] for r in recording.ranks}
         last = "; ".join(f"rank {r}: {''.join(told) or 'no collective yet,'}{at[r]}" for r, told in seen.items())
@@ -143,13 +147,6 @@ def _all_parted(recording: Recording) -> list[tuple[tuple[int, ...], int, dict[i
                 found.append((group, number, here))
                 break
     return sorted(found, key=lambda p: min(e.start for e in p[2].values()))
-
-
-def _at(record: RankRecord, where: dict[Path, str]) -> str:
-    if record.about.get("finished") or not alive(int(record.about.get("pid", 0)) or -1):
-        return " has ended"
-    found = place(where.get(record.path, ""))
-    return f" is at {found}" if found else ""
 
 
 def processes(directory: Path) -> set[int]:

@@ -101,8 +101,10 @@ class WatchMode(TorchDispatchMode):
             handler = self.kinds[func]
         except KeyError:
             handler = self.kinds[func] = self._handler(func)
-        if self.open is not None:
-            self._end()
+        if self.open is not None and self.listener.writer is not None:
+            number, began = self.open
+            self.listener.writer.event(End(*self.listener.now, n=number, seconds=time.time() - began))
+        self.open = None
         if self.means.fresh:
             self._try("means", self.means.hook_fresh)
         if self.terms.fresh:
@@ -151,13 +153,6 @@ class WatchMode(TorchDispatchMode):
             spread = self._after("states", self.states.spread)
             return {"topk": self._choice, "std": spread, "var": spread, **dict.fromkeys(_DRAWS, self._draw)}.get(name)
         return None
-
-    def _end(self) -> None:
-        assert self.open is not None
-        number, began = self.open
-        self.open = None
-        if self.listener.writer is not None:
-            self.listener.writer.event(End(*self.listener.now, n=number, seconds=time.time() - began))
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         began = time.perf_counter()

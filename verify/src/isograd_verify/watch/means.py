@@ -65,7 +65,14 @@ class Means:
         if not isinstance(given, Tensor) or not (given.requires_grad or self.is_sum(given)) or foreign.infers_shapes():
             return
         if name in ("sum", "neg", "_to_copy"):
-            of = self._sum(given, result) if name == "sum" and given.dim() else self._of(given)
+            of = self._of(given)
+            if name == "sum" and given.dim():
+                many, masked = added(given)
+                nonzero = 0.0 if masked else float(given.count_nonzero())
+                own = (many, nonzero, *(given.shape[:n].numel() for n in (1, 2) if given.dim() > n))
+                site = foreign.call_site(self.capture.base)
+                of = Number(f"sum {_path()}", site, many, mean=False, nonzero=nonzero, masked=masked, own=own)
+                self.fresh.append((result, of))
             if name == "sum" or self.is_sum(given):  # minus a mean is no second mean
                 self.sums = [*self.sums[1 - MOST_SUMS :], (weakref.ref(result), of)]
             return
@@ -79,16 +86,6 @@ class Means:
                 of.divided = True
                 number.elements = 0.0 if count in of.own else of.nonzero or of.count
             self.fresh.append((result, number))
-
-    def _sum(self, given: Tensor, result: Tensor) -> Number:
-        count, masked = added(given)
-        nonzero = 0.0 if masked else float(given.count_nonzero())
-        number = Number(
-            f"sum {_path()}", foreign.call_site(self.capture.base), count, mean=False, nonzero=nonzero, masked=masked
-        )
-        number.own = (count, nonzero, *(given.shape[:n].numel() for n in (1, 2) if given.dim() > n))
-        self.fresh.append((result, number))
-        return number
 
     def _count(self, name: str, given: Tensor, args: Any, kwargs: Any) -> float | None:
         """Of how many a number is the mean; None when it is no mean."""
