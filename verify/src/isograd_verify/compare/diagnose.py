@@ -20,13 +20,13 @@ from isograd_verify.judge.checks.norms import clipped_apart
 from isograd_verify.judge.checks.traffic import reductions
 from isograd_verify.judge.contributions import Fit, fit
 from isograd_verify.judge.patterns import Symptom, bug_of, classes_of
-from isograd_verify.judge.terms import factor_from, reduced_twice
+from isograd_verify.judge.terms import narrowed, reduced_twice
 from isograd_verify.record.events import Key
 from isograd_verify.record.recording import Recording
 from isograd_verify.record.sketch import sketch
 from isograd_verify.tell.catalogue import BUGS, TWICE
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
-from isograd_verify.tell.wording import axis_over, group_sizes, labelled, meanings, narrowed, spell
+from isograd_verify.tell.wording import axis_over, group_sizes, labelled, meanings, spell
 
 if TYPE_CHECKING:
     from isograd_verify.compare.tensorwise import Tensorwise
@@ -120,7 +120,7 @@ def _finding(
     whom = f"all {len(names)} gradients" if everything else f"{classes_of(names)} ({listed(names)})"
     worst = max((max(t.errors.values(), default=0.0) for t in wrong if t.name in names), default=0.0)
     of = _meant(analysis, symptom.value) if symptom.kind == patterns.SCALED else {}
-    of = narrowed(of, factor_from(analysis))
+    of = narrowed(analysis, of)
     one = symptom.kind == patterns.SCALED and abs(symptom.value - 1) <= tolerances.FACTOR
     if one and worst > tolerances.COUNTS:  # no factor is so near to one that is so far away
         sentence = (

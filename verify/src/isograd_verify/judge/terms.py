@@ -48,21 +48,23 @@ def step_shares(analysis: Analysis) -> dict[Key, float]:
     return shares(analysis, chosen[1]) if chosen is not None else {}
 
 
-def factor_from(analysis: Analysis) -> str:
-    """Where a factor in all gradients comes from, if the labels show it: "micro-batches" where each takes a mean of its
-    own, which ranks average and nobody divides; "ranks" where micro-batches are divided, and ranks are not averaged;
-    else ''."""
+def narrowed(analysis: Analysis, of: dict[str, str]) -> dict[str, str]:
+    """Meanings of a factor in all gradients, if labels show where it is from: micro-batches where each takes a mean of
+    its own, which ranks average and nobody divides; ranks where micro-batches are divided, and ranks not averaged."""
+    if "micro-batches" not in of or len(of) < 2:
+        return of
     share, calls = step_shares(analysis), next(iter(analysis.losses.values()), {})
     keys = [key for key in calls if key in share]
     weights = [sum(w.low * w.count for w in calls[key]) for key in keys]
     often = [share[key] for key in keys]
     if not keys or spread(weights) > tolerances.FACTOR or spread(often) > tolerances.FACTOR:
-        return ""
+        return of
     ranks = len({analysis.data.get(key, str(key)) for key in keys if key[1] == keys[0][1]})
     averaged, divided = abs(often[0] * ranks - 1), abs(weights[0] * analysis.micros - 1)
     if averaged <= tolerances.FACTOR and abs(weights[0] - 1) <= tolerances.FACTOR:
-        return "micro-batches"
-    return "ranks" if divided <= tolerances.FACTOR and averaged > tolerances.FACTOR else ""
+        return {"micro-batches": of["micro-batches"]}
+    from_ranks = divided <= tolerances.FACTOR and averaged > tolerances.FACTOR
+    return {axis: words for axis, words in of.items() if axis != "micro-batches"} if from_ranks else of
 
 
 def reduced_twice(analysis: Analysis) -> bool:

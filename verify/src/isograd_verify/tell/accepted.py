@@ -30,12 +30,10 @@ def accept(report: Report, root: Path, programs: Iterable[str] = (), baseline: P
     reasons = [_project(root), _comments(root, tuple(programs))]
     reasons += [_accepted_before(baseline)] if baseline is not None else []
     for subject in report.subjects:
-        subject.findings = [_noted(found, reasons) for found in subject.findings]
-
-
-def _noted(found: Finding, reasons: list[Callable[[Finding], str]]) -> Finding:
-    why = next((why for reason in reasons if (why := reason(found))), "") if found.verdict != NOTE else ""
-    return replace(found, verdict=NOTE, sentence=f"accepted ({why}): {found.sentence}") if why else found
+        for number, found in enumerate(subject.findings):
+            why = next((why for reason in reasons if (why := reason(found))), "") if found.verdict != NOTE else ""
+            if why:
+                subject.findings[number] = replace(found, verdict=NOTE, sentence=f"accepted ({why}): {found.sentence}")
 
 
 def _project(root: Path) -> Callable[[Finding], str]:

@@ -110,10 +110,3 @@ def meanings(recording: Recording, micros: int, factor: float) -> dict[str, str]
             if size > 1 and axis != "micro-batches" and abs(factor * size**2 - 1) <= tolerances.FACTOR:
                 return {TWICE: f"1 / {words}, twice"}
     return found
-
-
-def narrowed(of: dict[str, str], origin: str) -> dict[str, str]:
-    """The meanings of a factor that may come from micro-batches and from ranks, where it is known from which."""
-    if not origin or "micro-batches" not in of or len(of) < 2:
-        return of
-    return {axis: words for axis, words in of.items() if (axis == "micro-batches") == (origin == "micro-batches")}

@@ -11,10 +11,10 @@ from typing import Any
 
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.judge.terms import factor_from, reduced_twice, reference_tensor, shares, step_shares
+from isograd_verify.judge.terms import narrowed, reduced_twice, reference_tensor, shares, step_shares
 from isograd_verify.record.events import Backward, Key, LabelWeight, Loss, MeanWeight, Reached, Uncounted
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
-from isograd_verify.tell.wording import labelled, meanings, narrowed, spread
+from isograd_verify.tell.wording import labelled, meanings, spread
 
 
 def token_weights(analysis: Analysis) -> Iterator[Finding]:
@@ -187,7 +187,7 @@ def _means_over_all(
     of = meanings(analysis.recording, analysis.micros, total)
     if not of or total < 1:
         return
-    of = narrowed(of, factor_from(analysis))
+    of = narrowed(analysis, of)
     bug = "accum-undivided" if set(of) == {"micro-batches"} else "" if "micro-batches" in of else "ulysses-scale"
     bug = "reduced-twice" if bug == "ulysses-scale" and reduced_twice(analysis) else bug
     sentence = (
