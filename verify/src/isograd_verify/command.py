@@ -102,10 +102,11 @@ def parser_for(verb: str, prog: str, proof: EngineProof | None) -> Parser:
     )  # fmt: skip
     if options is None:
         parser.add_argument("--version", action="version", version=f"isograd-verify {__version__}")
-    if more := options or (proof and proof.options):
+    more = options if proof is None else proof.options
+    if more is not None:
         more(parser)
-    if more and verb != "bugs":
-        _report_options(parser)
+        if verb != "bugs":
+            _report_options(parser)
     return parser
 
 

@@ -80,7 +80,7 @@ class Mlp(nn.Module):
 def seeded(module: type[nn.Module], seed: int, *args: Any) -> Any:
     """The same weights on every rank, made from a seed; of a model that is cut over ranks this rank's part."""
     torch.manual_seed(seed)
-    model = module(*args).double()
+    model: Any = module(*args).double()
     if hasattr(model, "shard"):
         model.shard()
     return model

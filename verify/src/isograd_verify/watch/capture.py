@@ -117,11 +117,11 @@ class Capture(Recorder):
         self.held.clear()
         self.learn_names()
         self.owned |= {name for p in owned for name in self._names_of(p)}
-        for i, parameter in enumerate(owned):  # that no module call has named (a loss's temperature, say)
-            if not self._names_of(parameter) and not foreign.joined():
-                self.names[parameter] = f"parameter_{i}"  # by its place
-            elif not self._names_of(parameter) and parameter.grad is not None:
-                self.nameless[id(parameter)] = parameter.numel()
+        for i, one in enumerate(owned):  # that no module call has named (a loss's temperature, say)
+            if not self._names_of(one) and not foreign.joined():
+                self.names[one] = f"parameter_{i}"  # by its place
+            elif not self._names_of(one) and one.grad is not None:
+                self.nameless[id(one)] = one.numel()
         self.rates |= {name: rate for p, rate in zip(owned, rates, strict=True) for name in self._names_of(p)}
         if self.last_step_at == self.backwards and self.last_step_at >= 0:
             return
