@@ -31,7 +31,7 @@ def home() -> str:
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for a sweeper, which has removed the file when it lets go
             if os.path.exists(file):
                 break
-            os.close(descriptor)
+            os.close(descriptor)  # another process has swept it before this one had locked its file
         _mine = (os.getpid(), folder, descriptor)
         # After multiprocessing has removed its own folder in it, which has the priority -100.
         Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)
