@@ -9,7 +9,7 @@ Only safetensors files are read; a pickled .bin can run code and is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,16 +50,8 @@ class Rule:
     expert: int | None = None  # their tensor is this row of our parameter, which holds all experts
 
 
-def _third(n: int) -> View:
-    return lambda t: t.chunk(3, 0)[n]
-
-
-def _third_of_transpose(n: int) -> View:
-    return lambda t: t.t().chunk(3, 0)[n]
-
-
-def _third_of_heads(n: int, heads: int) -> View:
-    return lambda t: t.view(heads, 3, -1, *t.shape[1:])[:, n]
+def _nth(n: int, parts: Callable[[Tensor], Sequence[Tensor]]) -> View:
+    return lambda t: parts(t)[n]
 
 
 def rules(config: TransformerConfig, model_type: str) -> list[Rule]:
@@ -74,7 +66,6 @@ def _llama(config: TransformerConfig) -> Iterator[Rule]:
     yield Rule("norm.weight", "model.norm.weight")
     for i in range(config.layers):
         us, them = f"blocks.{i}.", f"model.layers.{i}."
-        sparse = config.has_experts(i)
         yield Rule(f"{us}norm1.weight", f"{them}input_layernorm.weight")
         yield Rule(f"{us}norm2.weight", f"{them}post_attention_layernorm.weight")
         biases = {"q": config.qkv_bias, "k": config.qkv_bias, "v": config.qkv_bias, "out": config.out_bias}
@@ -84,22 +75,15 @@ def _llama(config: TransformerConfig) -> Iterator[Rule]:
         if config.qk_norm:
             yield Rule(us + "attention.q_norm.weight", them + "self_attn.q_norm.weight")
             yield Rule(us + "attention.k_norm.weight", them + "self_attn.k_norm.weight")
-        if sparse:
-            yield from experts_rules(config, us, them)
-            continue
+        experts = config.experts if config.has_experts(i) else None
+        if experts is not None:
+            yield Rule(us + "mlp.router.weight", f"{them}mlp.gate.weight")
         for ours in ("gate", "up", "down"):
-            for leaf in ("weight", "bias") if config.mlp_bias else ("weight",):
+            for e in range(experts.number) if experts is not None else ():  # their files have one tensor for each
+                name = f"{them}mlp.experts.{e}.{ours}_proj.weight"
+                yield Rule(f"{us}mlp.experts.{ours}", name, shape=lambda s: s[1:], expert=e)
+            for leaf in () if experts is not None else ("weight", "bias") if config.mlp_bias else ("weight",):
                 yield Rule(f"{us}mlp.{ours}.{leaf}", f"{them}mlp.{ours}_proj.{leaf}")
-
-
-def experts_rules(config: TransformerConfig, us: str, them: str) -> Iterator[Rule]:
-    """Their files have one tensor for each expert."""
-    assert config.experts is not None
-    yield Rule(us + "mlp.router.weight", f"{them}mlp.gate.weight")
-    for ours in ("gate", "up", "down"):
-        for e in range(config.experts.number):
-            name = f"{them}mlp.experts.{e}.{ours}_proj.weight"
-            yield Rule(f"{us}mlp.experts.{ours}", name, shape=lambda s: s[1:], expert=e)
 
 
 def _gpt2(config: TransformerConfig) -> Iterator[Rule]:
@@ -117,10 +101,11 @@ def _gpt2(config: TransformerConfig) -> Iterator[Rule]:
             yield Rule(
                 f"{us}attention.{name}.weight",
                 f"{them}attn.c_attn.weight",
-                _third_of_transpose(n),
+                _nth(n, lambda t: t.t().chunk(3, 0)),
                 lambda s: (s[1], 3 * s[0]),
             )
-            yield Rule(f"{us}attention.{name}.bias", f"{them}attn.c_attn.bias", _third(n), lambda s: (3 * s[0],))
+            third = _nth(n, lambda t: t.chunk(3, 0))
+            yield Rule(f"{us}attention.{name}.bias", f"{them}attn.c_attn.bias", third, lambda s: (3 * s[0],))
         for ours, theirs in (("attention.out", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
             yield Rule(f"{us}{ours}.weight", f"{them}{theirs}.weight", lambda t: t.t(), lambda s: s[::-1])
             yield Rule(f"{us}{ours}.bias", f"{them}{theirs}.bias")
@@ -128,7 +113,6 @@ def _gpt2(config: TransformerConfig) -> Iterator[Rule]:
 
 def _neox(config: TransformerConfig) -> Iterator[Rule]:
     """Their q, k, v are one tensor in which each head's three parts stand together: [heads, 3, d, hidden]."""
-    heads = config.heads
     yield Rule("embed.weight", "gpt_neox.embed_in.weight")
     for leaf in ("weight", "bias"):
         yield Rule(f"norm.{leaf}", f"gpt_neox.final_layer_norm.{leaf}")
@@ -142,7 +126,7 @@ def _neox(config: TransformerConfig) -> Iterator[Rule]:
                     yield Rule(
                         f"{us}attention.{name}.{leaf}",
                         f"{them}attention.query_key_value.{leaf}",
-                        _third_of_heads(n, heads),
+                        _nth(n, lambda t: t.view(config.heads, 3, -1, *t.shape[1:]).unbind(1)),
                         lambda s: (3 * s[0], *s[1:]),
                     )
             if leaf == "weight" or config.out_bias:
@@ -183,11 +167,8 @@ class HuggingFace:
 
     def __init__(self, source: str | Path | Mapping[str, Tensor] | WeightSource, config: TransformerConfig) -> None:
         """Raises at once, with every point, when these are not the weights of this config."""
-        self._source: WeightSource
-        if isinstance(source, str | Path):
-            self._source = SafetensorsReader(source)
-        else:
-            self._source = _StateDictReader(source) if isinstance(source, Mapping) else source
+        given = SafetensorsReader(source) if isinstance(source, str | Path) else source
+        self._source: WeightSource = _StateDictReader(given) if isinstance(given, Mapping) else given
         stored = self._source.shapes
         self._places = _prefixed(list(stored), config)
         every = rules(config, model_type_of(config))
@@ -195,10 +176,10 @@ class HuggingFace:
         for rule in every:
             self._rules.setdefault(rule.ours, []).append(rule)
         one = Mesh.unbound("1")
-        self._shapes = {r.name: r.contract.shape for r in contracts(Transformer(config, one, device="meta"), one)}
+        self.shapes = {r.name: r.contract.shape for r in contracts(Transformer(config, one, device="meta"), one)}
         wrong = _other_experts(self._places, config)
         for rule in {rule.theirs: rule for rule in every}.values():
-            expected = rule.shape(self._shapes[rule.ours])
+            expected = rule.shape(self.shapes[rule.ours])
             if rule.theirs not in self._places:
                 wrong.append(f"{rule.theirs} is missing")
             elif (found := stored[self._places[rule.theirs]]) != expected:
@@ -215,8 +196,8 @@ class HuggingFace:
 
     def has(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the folder's weights hold this parameter of ours; another shape is an error."""
-        if name in self._shapes and self._shapes[name] != shape:
-            raise ModelError("IG423", name=name, shape=shape, stored=self._shapes[name])
+        if name in self.shapes and self.shapes[name] != shape:
+            raise ModelError("IG423", name=name, shape=shape, stored=self.shapes[name])
         return name in self._rules
 
     def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:

@@ -13,7 +13,7 @@ import os
 import struct
 import zipfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from isograd.errors import CheckpointError
-from isograd.integrations.checkpoints.opcodes import PickledName, PickledObject, RefusedOpcode, value_in
+from isograd.integrations.checkpoints.opcodes import PickledName, PickledObject, RefusedOpcode, brief, value_in
 from isograd.io.untrusted import FileError, open_to_read, read_bytes
 
 # What zipfile raises for damaged files; a password that is asked for is a RuntimeError.
 OF_ZIPS = (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, RuntimeError, OverflowError, struct.error)
+UNREADABLE = (RefusedOpcode, FileError, OSError, *OF_ZIPS)
 DESCRIPTION = ".metadata"
 LARGEST = 256 << 20  # bytes of a description
 MOST_PIECES = 4_000_000
@@ -81,16 +82,12 @@ class DcpFolder:
 
     def __init__(self, place: str | Path) -> None:
         self.place = Path(place)
-        try:
-            described = value_in(read_bytes(self.place / DESCRIPTION, LARGEST), KNOWN)
-            self.tensors = _tensors(described)
-        except (RefusedOpcode, FileError) as error:
-            raise CheckpointError(
-                "IG948", f"{self.place / DESCRIPTION} describes no checkpoint of torch.distributed.checkpoint",
-                seen=(error.brief if isinstance(error, FileError) else str(error))[:500],
-                expected="the description that torch.distributed.checkpoint.save writes; nothing in it is executed",
-                fix="the folder with the files *.distcp and .metadata; copy it again if it should be one",
-            ) from error  # fmt: skip
+        with refused(
+            "IG948", f"{self.place / DESCRIPTION} describes no checkpoint of torch.distributed.checkpoint",
+            expected="the description that torch.distributed.checkpoint.save writes; nothing in it is executed",
+            fix="the folder with the files *.distcp and .metadata; copy it again if it should be one",
+        ):  # fmt: skip
+            self.tensors = _tensors(value_in(read_bytes(self.place / DESCRIPTION, LARGEST), KNOWN))
         self.shapes = {name: held.shape for name, held in self.tensors.items()}
 
     def full(self, name: str) -> Tensor:
@@ -106,32 +103,37 @@ class DcpFolder:
         found = torch.empty(held.shape, dtype=held.dtype)
         for piece in held.pieces:
             box = tuple(slice(a, a + size) for a, size in zip(piece.start, piece.sizes, strict=True))
-            with self._checked(name, held, piece), open_to_read(self.place / piece.file) as file:
+            with _checked(name, held, piece), open_to_read(self.place / piece.file) as file:
                 file.seek(piece.at)
                 found[box] = _tensor(file.read(piece.length), held.dtype, piece.sizes)
         return found
 
     def _sized(self, name: str, held: DcpTensor, piece: DcpChunk) -> None:
         """Refuse a piece whose file does not have its bytes, or whose bytes cannot hold its elements."""
-        with self._checked(name, held, piece), open_to_read(self.place / piece.file) as file:
+        with _checked(name, held, piece), open_to_read(self.place / piece.file) as file:
             there = max(0, min(os.fstat(file.fileno()).st_size - piece.at, piece.length))
             if there < piece.length:
                 raise RefusedOpcode(f"{there} of {piece.length} bytes")
             if math.prod(piece.sizes) * held.dtype.itemsize > piece.length:
                 raise RefusedOpcode(f"{piece.length} bytes, which are too few")
 
-    @contextmanager
-    def _checked(self, name: str, held: DcpTensor, piece: DcpChunk) -> Iterator[None]:
-        """What is wrong with a piece, as one error."""
-        try:
-            yield
-        except (RefusedOpcode, FileError, *OF_ZIPS) as error:
-            raise CheckpointError(
-                "IG949", f"a piece of {name!r} cannot be read",
-                seen=f"{piece.file}: {error.brief if isinstance(error, FileError) else error}",
-                expected=f"{held.dtype} {list(piece.sizes)} in {piece.length} bytes from byte {piece.at} on",
-                fix="the file is damaged, missing or compressed: copy it again, or save without compression",
-            ) from error  # fmt: skip
+
+@contextmanager
+def refused(code: str, what: str, expected: str, fix: str, file: str = "") -> Iterator[None]:
+    """What is wrong with files that are read in here, as one error. file: named before what was seen."""
+    try:
+        yield
+    except UNREADABLE as error:
+        seen = file + (error.brief if isinstance(error, FileError) else str(error))[:500]
+        raise CheckpointError(code, what, seen=seen, expected=expected, fix=fix) from error
+
+
+def _checked(name: str, held: DcpTensor, piece: DcpChunk) -> AbstractContextManager[None]:
+    return refused(
+        "IG949", f"a piece of {name!r} cannot be read", file=f"{piece.file}: ",
+        expected=f"{held.dtype} {list(piece.sizes)} in {piece.length} bytes from byte {piece.at} on",
+        fix="the file is damaged, missing or compressed: copy it again, or save without compression",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -331,11 +333,6 @@ def _rebuilt(value: Any) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[
     if not good or not all(map(_is_number, (*shape, *strides))) or storage[1].full not in STORAGES:
         raise RefusedOpcode("a tensor whose shape is none")
     return _text(storage[2]), STORAGES[storage[1].full], at, shape, strides
-
-
-def brief(value: Any) -> str:
-    """A value for a message: of a list or a table its type alone, as written out one could be a terabyte."""
-    return repr(value)[:80] if isinstance(value, int | float | str | None) else type(value).__name__
 
 
 def _dict(value: Any) -> dict[Any, Any]:

@@ -18,20 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd.errors import CheckpointError
-from isograd.integrations.checkpoints.dcp import (
-    MOST_ELEMENTS,
-    OF_ZIPS,
-    _dict,
-    _Flat,
-    _numbers,
-    _rebuilt,
-    _Saved,
-    _text,
-    brief,
-)
-from isograd.integrations.checkpoints.opcodes import PickledObject, RefusedOpcode
-from isograd.io.untrusted import FileError, read_text
+from isograd.integrations.checkpoints.dcp import MOST_ELEMENTS, _dict, _Flat, _numbers, _rebuilt, _Saved, _text, refused
+from isograd.integrations.checkpoints.opcodes import PickledObject, RefusedOpcode, brief
+from isograd.io.untrusted import read_text
 
 OPTIMIZER = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<other>\d{1,6})_optim_states\.pt")
 TRACKERS = ("latest", "latest_checkpointed_iteration.txt")  # DeepSpeed's and Megatron-LM's
@@ -55,15 +44,12 @@ class ZeroFolder:
         self.place = step_of(Path(place))
         self.step = 0  # of the optimizer
         self.options: dict[str, Any] = {}  # of its first group: lr, betas, eps, weight_decay
-        try:
+        with refused(
+            "IG948", f"{self.place} holds no checkpoint of DeepSpeed's ZeRO that can be read",
+            expected="zero_pp_rank_*_mp_rank_00_optim_states.pt of all ranks, and the model's states beside them; "
+            "nothing in them is executed", fix="copy the folder again; of tp or pp, let DeepSpeed convert it",
+        ):  # fmt: skip
             self.tensors = dict(self._found(what))
-        except (RefusedOpcode, FileError, OSError, *OF_ZIPS) as error:
-            raise CheckpointError(
-                "IG948", f"{self.place} holds no checkpoint of DeepSpeed's ZeRO that can be read",
-                seen=(error.brief if isinstance(error, FileError) else str(error))[:500],
-                expected="zero_pp_rank_*_mp_rank_00_optim_states.pt of all ranks, and the model's states beside them; "
-                "nothing in them is executed", fix="copy the folder again; of tp or pp, let DeepSpeed convert it",
-            ) from error  # fmt: skip
         self.shapes = {name: held.shape for name, held in self.tensors.items()}
 
     def full(self, name: str) -> Tensor:

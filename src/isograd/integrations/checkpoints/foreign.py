@@ -16,11 +16,10 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +29,6 @@ from isograd.checkpoint.agree import as_ours
 from isograd.checkpoint.files import DTYPES, TensorEntry, in_order, write_tensors
 from isograd.checkpoint.manifest import merge
 from isograd.checkpoint.write import file_name
-from isograd.core.contract_table import contracts
-from isograd.core.mesh import Mesh
 from isograd.errors import CheckpointError, ModelError
 from isograd.hf import export
 from isograd.hf.configs import load_config, model_type_of
@@ -39,7 +36,7 @@ from isograd.hf.families import NOT_WEIGHTS, HuggingFace
 from isograd.integrations.checkpoints.dcp import DcpFolder
 from isograd.integrations.checkpoints.deepspeed import STATES, ZeroFolder, step_of
 from isograd.integrations.checkpoints.model_parallel import BESIDE, RankFolder, trainer_of
-from isograd.models import Transformer, TransformerConfig
+from isograd.models import TransformerConfig
 
 Make = Callable[[], Tensor]
 Folder = DcpFolder | ZeroFolder | RankFolder
@@ -240,7 +237,7 @@ def _megatron(source: ForeignCheckpoint, config: TransformerConfig) -> Iterator[
             for number, name in enumerate(() if neox else ("gate", "up")):
                 alone = f"{fc1}{leaf}_{'wv'[number]}"  # how newer ones store the two halves
                 there = any(one in source.names for one in (f"{STACKED}{alone}", f"{STACKED}{i}.{alone}"))
-                half = of(alone) if there else of(fc1 + leaf, partial(_half, number))
+                half = of(alone) if there else of(fc1 + leaf, partial(lambda n, t: t.chunk(2)[n], number))
                 yield f"{us}mlp.{name}_proj.{leaf}", half
             yield f"{us}{down}.{leaf}", of(f"mlp.linear_fc2.{leaf}")
 
@@ -282,10 +279,6 @@ def _of_groups(config: TransformerConfig, number: int, weight: Tensor) -> Tensor
     return part.reshape(-1, *weight.shape[1:])
 
 
-def _half(number: int, weight: Tensor) -> Tensor:
-    return weight.chunk(2)[number]
-
-
 def _refuse_family(source: ForeignCheckpoint, config: TransformerConfig, known: tuple[str, ...]) -> None:
     family = model_type_of(config)
     if family not in known:
@@ -321,38 +314,33 @@ def import_dcp(
     of_ranks = RankFolder(place, described) if kind in ("Megatron-LM", "GPT-NeoX") else None
     foreign = ForeignCheckpoint(of_ranks or zero or DcpFolder(step_of(Path(place))), described, prefix)
     weights = HuggingFace(foreign, described)
-    one = Mesh.unbound("1")
-    shapes = {r.name: r.contract.shape for r in contracts(Transformer(described, one, device="meta"), one)}
     dtypes = [theirs.dtype for name, theirs in foreign.tensors.items() if not name.endswith(NOT_WEIGHTS)]
     widest = functools.reduce(torch.promote_types, dtypes)  # it holds the values of all weights
     kept = DTYPES[widest]
-    ours = {f"model/{name}": TensorEntry(f"model/{name}", kept, shape) for name, shape in shapes.items()}
+    ours = {f"model/{name}": TensorEntry(f"model/{name}", kept, shape) for name, shape in weights.shapes.items()}
     about = {"kind": "isograd", "config": dataclasses.asdict(described)}
     with as_ours(f"writing {target}", ""):
         shards = export.plan(about, ours, max_shard_gb, dtype)
     with export.drafted(target, tokenizer, Path(place)):
         keys = export.keys_of(shards)
-        read = (_read(weights, key, shapes).to(widest) for key in dict.fromkeys(keys))
+        read = (_read(weights, key.removeprefix("model/")).to(widest) for key in dict.fromkeys(keys))
         export.write(target, shards, export.repeated(keys, read), about, tokenizer)
     if zero is not None and states is not None:
-        _write_states(zero.place, Path(states), described, foreign, shapes)
+        _write_states(zero.place, Path(states), described, weights, foreign.prefix)
     return foreign
 
 
-def _write_states(
-    place: Path, folder: Path, described: TransformerConfig, foreign: ForeignCheckpoint, shapes: Mapping[str, Any]
-) -> None:
+def _write_states(place: Path, folder: Path, described: TransformerConfig, weights: HuggingFace, prefix: str) -> None:
     """A checkpoint of fp32 weights and Adam's averages, as a run on one device would have saved it; a tensor at a
     time."""
     averages = [ZeroFolder(place, what) for what in STATES]
     step, options = averages[0].step, averages[0].options
-    sources = {f"model/{name}": (foreign, name) for name in shapes}
+    sources = {"model": weights}
     for what, zero in zip(STATES, averages, strict=True):
-        theirs = ForeignCheckpoint(zero, described, foreign.prefix)
-        sources |= {f"optimizer/{what}/{name}": (theirs, name) for name in shapes}
-    ordered = in_order(TensorEntry(key, "F32", tuple(shapes[name])) for key, (_, name) in sources.items())
-    weights = {id(source): HuggingFace(source, described) for source, _ in sources.values()}
-    read = (_read(weights[id(sources[e.name][0])], f"model/{sources[e.name][1]}", shapes).float() for e in ordered)
+        sources[f"optimizer/{what}"] = HuggingFace(ForeignCheckpoint(zero, described, prefix), described)
+    shapes = weights.shapes
+    ordered = in_order(TensorEntry(f"{at}/{name}", "F32", shapes[name]) for at in sources for name in shapes)
+    read = (_read(sources[at], name).float() for at, _, name in (e.name.rpartition("/") for e in ordered))
     with as_ours(f"writing {folder}", ""):
         folder.mkdir(parents=True, exist_ok=True)
         lock = folders.Lock(folder, folders.job_name())
@@ -380,6 +368,6 @@ def _write_states(
             lock.close()
 
 
-def _read(weights: HuggingFace, key: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
-    name = key.removeprefix("model/")
-    return weights.read(name, shapes[name], [(0, size) for size in shapes[name]])
+def _read(weights: HuggingFace, name: str) -> Tensor:
+    shape = weights.shapes[name]
+    return weights.read(name, shape, [(0, size) for size in shape])

@@ -22,11 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd.errors import CheckpointError
-from isograd.integrations.checkpoints.dcp import MOST_ELEMENTS, OF_ZIPS, _dict, _Flat, _rebuilt, _Saved, _text, brief
+from isograd.integrations.checkpoints.dcp import (
+    MOST_ELEMENTS,
+    UNREADABLE,
+    _dict,
+    _Flat,
+    _rebuilt,
+    _Saved,
+    _text,
+    refused,
+)
 from isograd.integrations.checkpoints.deepspeed import OPTIMIZER, ZeroTensor, by_rank, step_of
-from isograd.integrations.checkpoints.opcodes import RefusedOpcode
-from isograd.io.untrusted import FileError
+from isograd.integrations.checkpoints.opcodes import RefusedOpcode, brief
 from isograd.models import TransformerConfig
 
 RANK = re.compile(r"mp_rank_(?P<rank>\d{2,4})(_(?P<other>\d{3,4}))?")
@@ -58,18 +65,15 @@ class RankFolder:
     def __init__(self, place: str | Path, config: TransformerConfig) -> None:
         self.place, self._config = step_of(Path(place)), config
         self.kind = trainer_of(self.place) or "Megatron-LM"
-        try:
+        with refused(
+            "IG948", f"{self.place} holds no checkpoint of {self.kind} that can be read",
+            expected="the files of all model-parallel ranks of the model that the config describes; nothing in "
+            "them is executed", fix=f"copy all of them again; then: isograd ckpt import {place} OUT --config DIR",
+        ):  # fmt: skip
             ranks = [_numbered(stages) for stages in (_megatron if self.kind == "Megatron-LM" else _neox)(self.place)]
             names = dict.fromkeys(chain.from_iterable(ranks))
             self._shards = {name: [rank[name] for rank in ranks if name in rank] for name in names}
             self.tensors = {name: self._tensor(name, len(ranks)) for name in names}
-        except (RefusedOpcode, FileError, OSError, *OF_ZIPS) as error:
-            raise CheckpointError(
-                "IG948", f"{self.place} holds no checkpoint of {self.kind} that can be read",
-                seen=(error.brief if isinstance(error, FileError) else str(error))[:500],
-                expected="the files of all model-parallel ranks of the model that the config describes; nothing in "
-                "them is executed", fix=f"copy all of them again; then: isograd ckpt import {place} OUT --config DIR",
-            ) from error  # fmt: skip
         self.shapes = {name: held.shape for name, held in self.tensors.items()}
 
     def full(self, name: str) -> Tensor:
@@ -116,7 +120,7 @@ def trainer_of(place: Path) -> str | None:
         return "Megatron-LM"
     sequential = any(map(LAYER.fullmatch, names))
     for name in [] if sequential else filter(WHOLE.fullmatch, names):
-        with suppress(RefusedOpcode, FileError, OSError, *OF_ZIPS):  # the reader of ZeRO says what is wrong
+        with suppress(*UNREADABLE):  # the reader of ZeRO says what is wrong
             module = _dict(_dict(_Saved(place / name).value).get("module"))
             sequential |= "sequential.0.word_embeddings.weight" in module
     return "GPT-NeoX" if sequential else "DeepSpeed" if any(map(OPTIMIZER.fullmatch, names)) else None

@@ -63,6 +63,11 @@ def value_in(data: bytes, known: Collection[str] | None) -> Any:
     return result
 
 
+def brief(value: Any) -> str:
+    """A value for a message: of a list or a table its type alone, as written out one could be a terabyte."""
+    return repr(value)[:80] if isinstance(value, int | float | str | None) else type(value).__name__
+
+
 class _Machine:
     def __init__(self, known: Collection[str] | None) -> None:
         self.known = None if known is None else frozenset(known)
