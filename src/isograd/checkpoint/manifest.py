@@ -24,7 +24,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
@@ -35,7 +35,7 @@ from isograd.checkpoint.folder import step_of
 from isograd.errors import CheckpointError
 from isograd.io.atomic import write_bytes
 from isograd.io.store import Place
-from isograd.io.untrusted import FileError, parse_json, read_bytes, typed
+from isograd.io.untrusted import FileError, Strict, parse_json, read_bytes, typed
 
 FORMAT, VERSION = "isograd checkpoint", 2
 NAME, HASH = "manifest.json", "manifest.sha256"
@@ -126,11 +126,10 @@ def versions() -> dict[str, str]:
 
 Count = Annotated[int, Field(ge=0, lt=1 << 48)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")]  # of a file in the checkpoint's own folder
-STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
 
 
 @dataclass(frozen=True)
-class _Columns:
+class _Columns(Strict):
     """One tensor as the file has it."""
 
     shape: list[Count]
@@ -138,60 +137,54 @@ class _Columns:
     files: list[Count]
     boxes: list[Count]
     xxh3_128: list[Annotated[str, Field(pattern="^[0-9a-f]{32}$")]]
-    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True)
-class _Adapters:
+class _Adapters(Strict):
     """LoRA: what peft calls its config, and the scale of each adapted layer."""
 
     config: dict[str, Any]
     scales: dict[str, float]
-    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True)
-class _Described:
+class _Described(Strict):
     """The model, as describe_model gives it."""
 
     kind: str
     config: dict[str, Any]
     adapters: _Adapters | None = None
-    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True)
-class _Group:
+class _Group(Strict):
     """A group of an optimizer: its options, and the parameters in it."""
 
     kind: str
     options: dict[str, Any]
     names: list[str]
-    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True)
-class _Scale:
+class _Scale(Strict):
     """fp16's loss scale."""
 
     value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     good_steps: Count
-    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True)
-class _Numbers:
+class _Numbers(Strict):
     """What is kept per run and per parameter: engine/state.py."""
 
     groups: list[_Group]
     counts: dict[str, dict[str, tuple[Any, str | None]]]  # {entry: {parameter: (value, dtype of a tensor)}}
     loss_scale: _Scale | None
     counters: dict[str, Any] = field(default_factory=dict)
-    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True)
-class _Head:
+class _Head(Strict):
     """The whole file."""
 
     format: str
@@ -204,7 +197,6 @@ class _Head:
     numbers: _Numbers
     extra: dict[str, Any]
     tensors: dict[str, _Columns]
-    __pydantic_config__: ClassVar = STRICT
 
 
 def read(folder: Place) -> CheckpointManifest:

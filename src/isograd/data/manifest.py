@@ -11,12 +11,12 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
 from isograd.errors import DataError, listed
-from isograd.io.untrusted import MANIFEST, FileError, parse_json, read_bytes, typed
+from isograd.io.untrusted import MANIFEST, FileError, Strict, parse_json, read_bytes, typed
 
 NAME = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -32,7 +32,6 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
 Some = Annotated[int, Field(gt=0, lt=1 << 60)]
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
 
 
 def file_names(split: Split, number: int) -> tuple[str, str, str]:
@@ -41,7 +40,7 @@ def file_names(split: Split, number: int) -> tuple[str, str, str]:
 
 
 @dataclass(frozen=True)
-class TokenShard:
+class TokenShard(Strict):
     """One shard of a split: how much is in it, and the hashes of its files."""
 
     split: Split
@@ -51,7 +50,6 @@ class TokenShard:
     tokens_sha256: Hash
     ends_sha256: Hash
     counted_sha256: Hash | None = None  # of conversations alone
-    __pydantic_config__: ClassVar = STRICT
 
     def files(self, vocabulary: Vocabulary) -> dict[str, tuple[int, str]]:
         """Bytes and sha256 of each of its files by name."""
@@ -62,14 +60,13 @@ class TokenShard:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(Strict):
     """What turned text into numbers. `sha256` is that of tokenizer.json, None for the built-in tokenizer of bytes."""
 
     name: str
     sha256: Hash | None
     size: Annotated[int, Field(gt=0, le=1 << 32)]
     end_of_document: Count | None
-    __pydantic_config__: ClassVar = STRICT
 
     @property
     def dtype(self) -> Literal["<u2", "<u4"]:
@@ -78,17 +75,16 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class InputFile:
+class InputFile(Strict):
     """A file that a build read, as it was when the build began."""
 
     path: str
     bytes: Count
     modified_ns: int
-    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Strict):
     """Everything that decides the bytes of a build. The number of workers is not among it."""
 
     vocabulary: Vocabulary
@@ -100,11 +96,10 @@ class Recipe:
     special_tokens: SpecialTokens = "text"  # of manifests that were written before the field existed
     template: Hash | None = None  # of the chat template; None: documents are text
     on_bad_lines: OnBadLines = "refuse"  # what to do with lines that are no conversation to learn from
-    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True)
-class TokenManifest:
+class TokenManifest(Strict):
     """What a finished folder holds: how it was built, and its shards."""
 
     recipe: Recipe
@@ -115,7 +110,6 @@ class TokenManifest:
     left_out_at: tuple[str, ...] = ()  # where the first of them stand
     format: Literal["isograd tokens"] = FORMAT
     version: Literal[1] = VERSION
-    __pydantic_config__: ClassVar = STRICT
 
     def of(self, split: str) -> list[TokenShard]:
         """The shards of a split, in the order of their numbers."""

@@ -13,17 +13,17 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from re import Match
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from isograd.data.files import write_whole, writing
-from isograd.data.manifest import LARGEST, STRICT, Count, Recipe, Split, TokenShard, encode, file_names
+from isograd.data.manifest import LARGEST, Count, Recipe, Split, TokenShard, encode, file_names
 from isograd.data.texts import InputPart, place_of, read
 from isograd.data.tokenizer import ChatEncoder, Ids, Tokenizer
 from isograd.errors import DataError
 from isograd.io.atomic import AtomicFile, flush_folder
-from isograd.io.untrusted import FileError, read_typed
+from isograd.io.untrusted import FileError, Strict, read_typed
 
 T = TypeVar("T")
 TOGETHER = 1 << 20  # characters given to the tokenizer at once
@@ -32,7 +32,7 @@ REASONS = {"IG929": "a special token spelled in a message", "IG992": "an answer 
 
 
 @dataclass(frozen=True)
-class ShardRecord:
+class ShardRecord(Strict):
     """A finished shard: its part of each split, and how many documents had no text."""
 
     shards: tuple[TokenShard, ...]
@@ -40,7 +40,6 @@ class ShardRecord:
     markers: dict[str, Count] = field(default_factory=dict)  # of a chat template, as text
     left_out: dict[str, Count] = field(default_factory=dict)  # lines that were skipped, by reason
     skipped: tuple[tuple[Count, Count, Count], ...] = ()  # the first of them: input, where its part begins, place in it
-    __pydantic_config__: ClassVar = STRICT
 
 
 def record_of(folder: Path, number: int) -> Path:

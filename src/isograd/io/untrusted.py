@@ -2,13 +2,14 @@
 store (io/store.py), too; and JSON as typed data.
 
 read_typed, typed        JSON as typed, frozen data
+Strict                   what such data inherits that has no other fields, and no values of other types
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from isograd.io.store import Place, StorePath
 from isograd_verify.io import untrusted as _disk
@@ -31,6 +32,13 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
+
+
+class Strict:
+    """Of a dataclass: a field that it does not have, or a value of another type, is an error."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True}
+
 
 _adapters: dict[Any, Any] = {}  # by type: making one takes longer than most uses
 

@@ -13,33 +13,31 @@ from dataclasses import dataclass
 from functools import reduce
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import yaml
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from isograd.errors import PlanError, did_you_mean
 from isograd.io import yaml_reader
-from isograd.io.untrusted import CONFIG, FileError, read_text
+from isograd.io.untrusted import CONFIG, FileError, Strict, read_text
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 FromZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 ShareOrNone = Annotated[float, Field(ge=0, le=1)]
-STRICT = ConfigDict(strict=True, extra="forbid")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class Link(Strict):
     """How fast one device sends to others on one level, in one direction."""
 
     gb_s: Positive
     latency_us: FromZero
-    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class Rates(Strict):
     """What share of the stated numbers programs get; fitted on published runs, or measured."""
 
     matmul: Annotated[dict[str, Share], Field(min_length=1)]  # of the peak, by dtype, in the limit of large matrices
@@ -53,20 +51,18 @@ class Rates:
     spread: (
         ShareOrNone  # half of the width of the interval that holds 90 of 100 runs: exp(+-spread) times the prediction
     )
-    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crowded:
+class Crowded(Strict):
     """Two ranks on each device of a node, as they were measured."""
 
     slower: Positive  # than at half of the device's rates
     link: Link  # between two of them, while all send
-    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Machine(Strict):
     """Equal devices, `devices` of them in a node."""
 
     name: str
@@ -84,7 +80,6 @@ class Machine:
     crowded: Crowded | None = None  # None: a rank needs a device of its own
     per_device: Positive = 1  # ranks that take turns on one; `shared` says how many
     rates: Rates
-    __pydantic_config__: ClassVar = STRICT
 
     def peak(self, dtype: str) -> float:
         """Products and additions of one device per second, by its maker."""
