@@ -14,14 +14,14 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from isograd.data.manifest import TOKENIZER, TokenShard, read
-from isograd.data.order import Blend, shuffled
+from isograd.data.order import Blend, drawn
 from isograd.data.packs import Packs
 from isograd.data.tokenizer import load_tokenizer, same_ids
 from isograd.data.tokens import Numbers, Tokens
@@ -138,9 +138,7 @@ class Mixture:
     def _window(self, sample: int) -> tuple[int, int]:
         """(source, number of the window in it) of a sample."""
         source, number = self._blend.at(sample)
-        epoch, index = divmod(number, self._windows[source])
-        key = blake2b(f"{self.seed} {source} {self.split} {epoch}".encode(), digest_size=16).digest()
-        return source, shuffled(index, self._windows[source], key)
+        return source, drawn(number, self._windows[source], f"{self.seed} {source} {self.split}")
 
     def _fill(self, number: int, window: int, tokens: Numbers, labels: Numbers, documents: Numbers) -> None:
         source, start = self._tokens[number], window * self.length
@@ -211,14 +209,10 @@ def _windows(tokens: Tokens, length: int) -> int:
 
 
 def _check(sources: Sequence[Source], length: int, batch: int, split: str, packing: str) -> None:
-    wrong = []
-    if not sources:
-        wrong.append("no sources")
+    wrong = [] if sources else ["no sources"]
     wrong += [f"{name} {value}" for name, value in (("length", length), ("batch", batch)) if value < 1]
-    if split not in ("train", "validation"):
-        wrong.append(f"split {split!r}")
-    if packing not in ("documents", "whole", "stream"):
-        wrong.append(f"packing {packing!r}")
+    wrong += [] if split in ("train", "validation") else [f"split {split!r}"]
+    wrong += [] if packing in ("documents", "whole", "stream") else [f"packing {packing!r}"]
     if wrong:
         raise DataError(
             "IG906",

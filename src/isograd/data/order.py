@@ -38,6 +38,12 @@ def shuffled(index: int, size: int, key: bytes) -> int:
             return index
 
 
+def drawn(sample: int, size: int, name: str) -> int:
+    """Which of range(size) a sample is. Each epoch goes through all of them once, in an order of its own."""
+    epoch, index = divmod(sample, size)
+    return shuffled(index, size, blake2b(f"{name} {epoch}".encode(), digest_size=16).digest())
+
+
 def _hash(key: bytes, turn: int, value: int) -> int:
     return int.from_bytes(blake2b(bytes((turn,)) + value.to_bytes(8, "little"), key=key, digest_size=8).digest())
 

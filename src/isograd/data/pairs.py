@@ -12,7 +12,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
-from isograd.data.order import shuffled
+from isograd.data.order import drawn
 from isograd.errors import DataError
 from isograd.io.untrusted import FileError, open_to_read, parse_line
 
@@ -91,12 +91,8 @@ class Pairs:
 
     def rows(self, step: int, rows: range) -> list[Pair]:
         """Each epoch goes through all pairs once, in an order of its own."""
-        places = []
-        for row in rows:
-            epoch, index = divmod(step * self.batch + row, len(self))
-            key = blake2b(f"{self.seed} {epoch}".encode(), digest_size=16).digest()
-            places.append(self._train[shuffled(index, len(self), key)])
-        return self._read(places)
+        samples = (step * self.batch + row for row in rows)
+        return self._read([self._train[drawn(sample, len(self), str(self.seed))] for sample in samples])
 
     def held_out_pairs(self, rows: range) -> list[Pair]:
         """Some of the held-out pairs, in the order of the file."""

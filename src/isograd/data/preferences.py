@@ -21,7 +21,7 @@ from isograd.data.chats import conversation
 from isograd.data.files import sha256 as sha256_of
 from isograd.data.files import write_whole, writing
 from isograd.data.mixture import IGNORE, Source
-from isograd.data.order import shuffled
+from isograd.data.order import drawn
 from isograd.data.texts import values
 from isograd.data.tokens import Numbers, Tokens
 from isograd.errors import DataError, IsogradError
@@ -240,12 +240,8 @@ class Preferences:
 
     def numbers(self, step: int) -> list[int]:
         """The pairs of a step. Each epoch goes through all pairs once, in an order of its own."""
-        found = []
-        for sample in range(step * self.batch, (step + 1) * self.batch):
-            epoch, index = divmod(sample, len(self.train))
-            key = blake2b(f"{self.seed} {epoch}".encode(), digest_size=16).digest()
-            found.append(self.train[shuffled(index, len(self.train), key)])
-        return found
+        samples = range(step * self.batch, (step + 1) * self.batch)
+        return [self.train[drawn(sample, len(self.train), str(self.seed))] for sample in samples]
 
     def batches(self, numbers: Sequence[int]) -> list[list[int]]:
         """Pairs in their order, cut into batches; the last one is filled up with `NOBODY`."""
