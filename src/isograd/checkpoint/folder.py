@@ -185,8 +185,11 @@ class Lock:
 
 
 def job_in(folder: Place) -> str:
-    """Which job the lock names: what another rank sees of the folder of rank 0."""
-    return read_typed(_Holder, folder / LOCK, 1 << 12).job
+    """Which job the lock names, or why it cannot be read: what another rank sees of the folder of rank 0."""
+    try:
+        return read_typed(_Holder, folder / LOCK, 1 << 12).job
+    except FileError as error:
+        return error.brief
 
 
 def sweep(folder: Place) -> None:
@@ -209,10 +212,7 @@ def sweep(folder: Place) -> None:
 def before_manifest(folder: Place, written: Place, step: int) -> None:
     """In a store the manifest is the name: what has to be so before a name is given, is here."""
     if isinstance(folder, StorePath):
-        try:
-            job = job_in(folder)
-        except FileError as error:
-            job = error.brief
+        job = job_in(folder)
         if not written.name.partition(".")[2].startswith(job):
             raise CheckpointError("IG931", seen=f"job {job!r} in its lock", folder=folder)
         for later, place in checkpoints(folder):

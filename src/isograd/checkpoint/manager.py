@@ -39,7 +39,6 @@ from isograd.engine.ema import averaged
 from isograd.engine.state import Part
 from isograd.errors import CheckpointError, IsogradError
 from isograd.io.store import Place, StorePath, place_of
-from isograd.io.untrusted import FileError
 
 POLL_S = 0.1
 SHOWN = 8  # names in an error
@@ -107,10 +106,7 @@ class CheckpointManager:
             folders.sweep(self.folder)
 
     def _check_shared(self) -> None:
-        try:
-            job = folders.job_in(self.folder)
-        except FileError as error:
-            job = error.brief
+        job = folders.job_in(self.folder)
         if job != self._job:
             where = self.mesh.describe_rank()
             raise CheckpointError("IG932", where=where, folder=self.folder, job=self._job, other=job)

@@ -356,14 +356,6 @@ def merge(notes: Sequence[Note], head: dict[str, Any]) -> CheckpointManifest:
             saved.boxes.extend(end for ends in box for end in ends)
             saved.xxh3_128.append(digest)
     tensors = dict(sorted(tensors.items()))
-    _check_cover(tensors)
-    files = {note["file"]: note["bytes"] for note in notes}
-    numbers = {**head["run"], "counts": {entry: dict(sorted(counts[entry].items())) for entry in sorted(counts)}}
-    head = {key: value for key, value in head.items() if key != "run"}
-    return CheckpointManifest(**head, numbers=numbers, tensors=tensors, files=files, written_by=versions())
-
-
-def _check_cover(tensors: dict[str, Saved]) -> None:
     wrong = [
         f"{key}: {covered} of {math.prod(saved.shape)} elements"
         for key, saved in tensors.items()
@@ -371,6 +363,10 @@ def _check_cover(tensors: dict[str, Saved]) -> None:
     ]
     if wrong:
         raise CheckpointError("IG940", seen="; ".join(wrong[:8]))
+    files = {note["file"]: note["bytes"] for note in notes}
+    numbers = {**head["run"], "counts": {entry: dict(sorted(counts[entry].items())) for entry in sorted(counts)}}
+    head = {key: value for key, value in head.items() if key != "run"}
+    return CheckpointManifest(**head, numbers=numbers, tensors=tensors, files=files, written_by=versions())
 
 
 def volume(box: Box) -> int:
