@@ -189,12 +189,7 @@ def _one(work: Work, text: str, device: Machine) -> SearchResult:
         raise PlanError("IG275", "the model cannot be built under this layout", seen=problem, expected="another layout")
     needed = memory(work, layout, gpu=device.units > 0)
     one = Candidate(layout, work, needed, predict(work, layout, device))
-    return SearchResult([one], 1 if one.memory.total <= _room(device) else 0, 1)
-
-
-def _room(device: Machine) -> float:
-    """Bytes of a device that a program may have."""
-    return (device.memory_gb - device.reserved_gb) * 1e9
+    return SearchResult([one], 1 if needed.total <= device.room else 0, 1)
 
 
 def recommended(best: list[Candidate], device: Machine) -> tuple[Candidate, str]:
@@ -202,7 +197,7 @@ def recommended(best: list[Candidate], device: Machine) -> tuple[Candidate, str]
     from isograd.plan.memory import TIGHT
 
     for place, one in enumerate(best, 1):
-        if one.memory.total <= TIGHT * _room(device):
+        if one.memory.total <= TIGHT * device.room:
             return one, "the first" if place == 1 else f"number {place}, the first whose memory is not tight"
     place = min(range(len(best)), key=lambda index: best[index].memory.total)
     return best[place], f"number {place + 1}, the least tight: the memory of all is tight"
@@ -213,11 +208,11 @@ def does_not_fit(one: Candidate, device: Machine) -> str:
     from isograd.plan.memory import memory
 
     work, layout = one.work, one.layout
-    said = f"does not fit: needs {one.memory.total / 1e9:.0f} GB, and a device has {_room(device) / 1e9:.0f} GB for it"
+    said = f"does not fit: needs {one.memory.total / 1e9:.0f} GB, and a device has {device.room / 1e9:.0f} GB for it"
     fits: list[str] = []
     for words, changed, spread in _changes(work, layout):
         needed = memory(changed, spread, gpu=device.units > 0).total
-        if needed <= _room(device) and spread.tp <= device.devices and _refusal(changed, spread) is None:
+        if needed <= device.room and spread.tp <= device.devices and _refusal(changed, spread) is None:
             fits.append(f"  {needed / 1e9:>5.1f} GB with {words}")
     if not fits:
         return f"{said}\nnor with recompute, ZeRO 3 or twice to eight times the devices: isograd plan --gpus N searches"
@@ -302,13 +297,12 @@ def tight(best: list[Candidate], device: Machine) -> str:
     """Which layouts nearly fill a device's memory; nothing where none does."""
     from isograd.plan.memory import TIGHT
 
-    room = _room(device)
-    found = [str(place) for place, one in enumerate(best, 1) if TIGHT * room < one.memory.total <= room]
+    found = [str(place) for place, one in enumerate(best, 1) if TIGHT * device.room < one.memory.total <= device.room]
     if not found:
         return ""
     return (
-        f"memory is tight: {', '.join(found)} would take more than {TIGHT:.0%} of the {room / 1e9:.0f} GB that a "
-        "program has there; what an allocator cannot use between pieces may end such a run"
+        f"memory is tight: {', '.join(found)} would take more than {TIGHT:.0%} of the {device.room / 1e9:.0f} GB that "
+        "a program has there; what an allocator cannot use between pieces may end such a run"
     )
 
 

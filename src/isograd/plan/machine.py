@@ -81,6 +81,11 @@ class Machine(Strict):
     per_device: Positive = 1  # ranks that take turns on one; `shared` says how many
     rates: Rates
 
+    @property
+    def room(self) -> float:
+        """Bytes of a device that a program may have."""
+        return (self.memory_gb - self.reserved_gb) * 1e9
+
     def peak(self, dtype: str) -> float:
         """Products and additions of one device per second, by its maker."""
         if dtype not in self.tflops:

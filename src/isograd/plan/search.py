@@ -72,16 +72,15 @@ def search(
     found = SearchResult([], 0, 0)
     fitting: list[Candidate] = []
     known: Blocks = {}
-    room = (machine.memory_gb - machine.reserved_gb) * 1e9
     for layout in layouts(work, devices, machine, found):
         for cut in _cut(work, layout, found):
             apart = cut.micro_batches > 1 and layout.zero > 0 and layout.pp == 1
             for how, kept in product(recomputes, ("local", "sharded") if apart else ("local",)):
                 described = dataclasses.replace(cut, recompute=how, accumulate=kept)
                 needed = memory(described, layout, gpu=machine.units > 0)
-                if needed.total > room:
+                if needed.total > machine.room:
                     choices = f"{cut.micro_batches} micro-batches, recompute {how}, {kept} sums"
-                    found.drop(FULL, f"{layout}, {choices}: {needed.total / 1e9:.0f} GB of {room / 1e9:.0f}")
+                    found.drop(FULL, f"{layout}, {choices}: {needed.total / 1e9:.0f} GB of {machine.room / 1e9:.0f}")
                     continue
                 found.tried += 1
                 step = predict(described, layout, machine, simulated=False, known=known)
