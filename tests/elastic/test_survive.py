@@ -24,14 +24,13 @@ from isograd.core.mesh import Mesh
 from isograd.elastic import WorkerPool, worker_pool
 from isograd.elastic.copies import Offer
 from isograd.elastic.emergency_checkpoint import CompleteCopies, newest
-from isograd.elastic.shrink import shrunk_layout
 from isograd.errors import LaunchError
 from isograd.io import atomic
 from isograd.train import journal
 from isograd.train.language import LanguageTask
 from isograd.train.loop import run
 from isograd.train.run import signals
-from isograd.train.run.survive import survive
+from isograd.train.run.survive import shrunk_layout, survive
 from tests import faults
 from tests.train.conftest import text  # noqa: F401  (a fixture)
 from tests.train.test_loop import QUIET, close, losses

@@ -6,9 +6,7 @@
     shared_memory.py         memory that outlives the process that fills it
     replicas.py              the state of ranks that all hold the same, which needs no copy
     emergency_checkpoint.py  after a death: those copies become a checkpoint
-    shrink.py                a layout for fewer ranks
-    recovery.py              how long each part of it took
-    progress.py              what a survivor can say of the world that ended
+    progress.py              what a survivor can say of the world that ended, and how long each part of it took
     preflight.py             before a run: do its machines reach each other
 
 train/run/survive.py puts them together.

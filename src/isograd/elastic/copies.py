@@ -194,9 +194,8 @@ class Copies:
         self._receives, self._sends = not opened[mesh.rank], not opened[self._to]
         partner = (SharedMemory(), SharedMemory()) if self._receives else (memories[0], memories[1])
         self._mine.memories = {mesh.rank: own, self._source: partner}
-        if all(opened):
-            return
-        self._link = mesh.group("world", "copies")  # from host memory, by gloo beside NCCL, too
+        if not all(opened):
+            self._link = mesh.group("world", "copies")  # from host memory, by gloo beside NCCL, too
 
     def _send(self, memory: SharedMemory, step: int) -> None:
         """All but the first number, which says of which step the receiver has a whole copy. Beyond the size of the

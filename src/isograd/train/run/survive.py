@@ -7,6 +7,7 @@ the next world    the same layout with the dead replaced, or a smaller one; it r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from isograd.checkpoint.folder import checkpoints
@@ -15,7 +16,6 @@ from isograd.core.layout import Layout
 from isograd.elastic import Attempt, Recovery, WorkerPool, offers, process_progress
 from isograd.elastic.copies import Offer
 from isograd.elastic.emergency_checkpoint import Ask, save_copies
-from isograd.elastic.shrink import shrunk_layout
 from isograd.errors import LaunchError
 from isograd.train import journal
 from isograd.train.config import Config
@@ -68,11 +68,11 @@ def survive(config: Config, options: RunOptions, pool: WorkerPool) -> RunOutcome
         recovery.done("state written")
         config, layout, how = _next(config, layout, pool, text, anew=attempt.server is not None)
         text += f"; {how}"
+        # Once this run has a checkpoint of its own, that; else what it was started from.
+        resume = "auto" if checkpoints(config.checkpoints) or options.resume == "never" else options.resume
         # The log of the next world tells the whole sentence.
-        options = replace(
-            options, resume=_resume(config, options.resume), notes=(*options.notes, ("death", text)), recovery=recovery,
-            grows=config != whole,
-        )  # fmt: skip
+        notes = (*options.notes, ("death", text))
+        options = replace(options, resume=resume, notes=notes, recovery=recovery, grows=config != whole)
 
 
 def _report(run: str) -> tuple[str, list[Offer]]:
@@ -130,6 +130,24 @@ def _next(config: Config, layout: Layout, pool: WorkerPool, text: str, anew: boo
     return changed, found, f"going on with {found.world_size} ranks as {str(found)!r}"
 
 
+def shrunk_layout(
+    layout: Layout, ranks: int, listed: Sequence[Layout], fits: Callable[[Layout], bool]
+) -> Layout | None:
+    """For at most `ranks` ranks. listed: the only ones that may be taken, if there are any; None: none fits.
+
+    Without a list: as many ranks as possible, with every axis the same or a divisor of it. Such an axis cuts a model
+    that the longer one cuts. `fits`: whether the batch can be cut so.
+    """
+    if listed:
+        return next((each for each in listed if each.world_size <= ranks), None)
+    for size in range(ranks, 0, -1):
+        for each in layout.fits(size):
+            divides = all(getattr(layout, axis) % getattr(each, axis) == 0 for axis in ("pp", "cp", "tp", "ep"))
+            if divides and fits(each):
+                return each
+    return None
+
+
 def _cut(config: Config, layout: Layout) -> Config | None:
     """The config under another layout, with micro-batches no larger than before; None: the batch cannot be cut so."""
     before = Layout.parse(config.layout)
@@ -140,8 +158,3 @@ def _cut(config: Config, layout: Layout) -> Config | None:
     micro_batches = config.micro_batches if config.pairs is not None else -(-rows // largest)
     changed: Config = config.model_copy(update={"layout": str(layout), "micro_batches": micro_batches})
     return changed
-
-
-def _resume(config: Config, before: str) -> str:
-    """Once this run has a checkpoint of its own, that; else what it was started from."""
-    return "auto" if checkpoints(config.checkpoints) or before == "never" else before
