@@ -131,7 +131,11 @@ def attach_attention(model: Any, mesh: Mesh, tried: Any) -> None:
 
     tried: the model, or a whole small copy of it. Of one that scores rows its base is attached.
     """
-    _detach(model)
+    handles, own = model.__dict__.pop("_isograd_attached", ((), None))
+    for handle in handles:
+        handle.remove()
+    if handles:
+        model.set_attn_implementation(own)
     if mesh.size("cp") == 1:
         return
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
@@ -198,14 +202,6 @@ def base_of(model: Any) -> Any:
     """The layers below a model's head."""
     inner = without_adapters(model)
     return getattr(inner, "base_model", inner)
-
-
-def _detach(model: Any) -> None:
-    handles, own = model.__dict__.pop("_isograd_attached", ((), None))
-    for handle in handles:
-        handle.remove()
-    if handles:
-        model.set_attn_implementation(own)
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,8 +91,8 @@ class _Look:
     def run(self, loss: str) -> Dependencies:
         handles = []
         for number, layer in enumerate(self.layers):
-            handles.append(layer.register_forward_pre_hook(self._takes(number), with_kwargs=True))
-            handles.append(layer.register_forward_hook(self._gives(number)))
+            handles.append(layer.register_forward_pre_hook(partial(self._takes, number), with_kwargs=True))
+            handles.append(layer.register_forward_hook(partial(self._gives, number)))
         tokens = torch.arange(14).view(2, 7) % (VOCAB - 3) + 3
         given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         if loss != SCORE:
@@ -104,22 +105,16 @@ class _Look:
         self.found.output = form
         return self.found
 
-    def _takes(self, number: int) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            given, form = tree.tree_flatten((args, kwargs))
-            self._note(f"layer {number}", given, EVERYWHERE if number else BEFORE, number, -1)
-            return None if number else tree.tree_unflatten([self._continued(leaf, -1) for leaf in given], form)
+    def _takes(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        given, form = tree.tree_flatten((args, kwargs))
+        self._note(f"layer {number}", given, EVERYWHERE if number else BEFORE, number, -1)
+        return None if number else tree.tree_unflatten([self._continued(leaf, -1) for leaf in given], form)
 
-        return hook
-
-    def _gives(self, number: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            leaves, form = tree.tree_flatten(output)
-            self._note(f"layer {number}", leaves, EVERYWHERE, number, number)
-            self.forms.append((form, [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
-            return tree.tree_unflatten([self._continued(leaf, number) for leaf in leaves], form)
-
-        return hook
+    def _gives(self, number: int, module: nn.Module, args: Any, output: Any) -> Any:
+        leaves, form = tree.tree_flatten(output)
+        self._note(f"layer {number}", leaves, EVERYWHERE, number, number)
+        self.forms.append((form, [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+        return tree.tree_unflatten([self._continued(leaf, number) for leaf in leaves], form)
 
     def _continued(self, leaf: Any, number: int) -> Any:
         if not isinstance(leaf, Tensor):

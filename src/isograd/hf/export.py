@@ -200,11 +200,8 @@ def plan(
         if shards[-1] and sum(t.entry.size for t in shards[-1]) + theirs.entry.size > max_shard_gb * 1e9:
             shards.append([])
         shards[-1].append(theirs)
-    sorted_shards = []
-    for shard in shards:
-        by_entry = {theirs.entry: theirs for theirs in shard}
-        sorted_shards.append([by_entry[entry] for entry in in_order(by_entry)])
-    return sorted_shards
+    by_entry = {theirs.entry: theirs for theirs in made}
+    return [[by_entry[entry] for entry in in_order(theirs.entry for theirs in shard)] for shard in shards]
 
 
 def _of_transformer(described: Mapping[str, Any], ours: Mapping[str, TensorEntry]) -> list[ExportedTensor]:

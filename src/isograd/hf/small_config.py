@@ -112,7 +112,6 @@ def _heads(values: dict[str, Any], config: Any, tp: int) -> dict[str, Any]:
     if not isinstance(heads, int):
         return {}
     keys = _of(config, values, "num_key_value_heads")
-    found = {"hidden_size": 0}
     if not isinstance(keys, int) or keys == 0:
         fewer_keys = keys
         count = 2 * tp if heads % tp == 0 else 2 * tp + 1
@@ -120,12 +119,10 @@ def _heads(values: dict[str, Any], config: Any, tp: int) -> dict[str, Any]:
         group = heads // keys
         fewer_keys = (2 * tp if keys > tp else tp) if keys % tp == 0 else keys if keys < tp else 2 * tp + 1
         count = fewer_keys * min(group, 2) if fewer_keys >= tp else fewer_keys * min(group, max(2, tp // fewer_keys))
-    width = HEAD
-    found["hidden_size"] = count * width
-    names = {"num_attention_heads": count, "num_key_value_heads": fewer_keys}
+    names = {"hidden_size": count * HEAD, "num_attention_heads": count, "num_key_value_heads": fewer_keys}
     for name in ("global_head_dim", "head_dim"):
         if isinstance(values.get(name), int):
-            names[name] = width
+            names[name] = HEAD
     if isinstance(values.get("num_global_key_value_heads"), int):
         names["num_global_key_value_heads"] = fewer_keys
     if isinstance(rotated := values.get("qk_rope_head_dim"), int):
@@ -134,8 +131,8 @@ def _heads(values: dict[str, Any], config: Any, tp: int) -> dict[str, Any]:
         if isinstance(values.get("qk_head_dim"), int):
             names["qk_head_dim"] = rotated + values["qk_nope_head_dim"]
     if isinstance(values.get("query_pre_attn_scalar"), int):
-        names["query_pre_attn_scalar"] = width
-    return {n: size for n, size in {**found, **names}.items() if n in values or _of(config, values, n) is not None}
+        names["query_pre_attn_scalar"] = HEAD
+    return {n: size for n, size in names.items() if n in values or _of(config, values, n) is not None}
 
 
 def _of(config: Any, values: dict[str, Any], name: str) -> Any:
