@@ -171,11 +171,7 @@ class _Step:
         _in_doubt(self.mail.finish, self.pipeline.mesh)
 
     def _arrive(self, action: Action) -> list[Tensor]:
-        if action.kind == "F":
-            source = Action("F", action.stage - 1, action.micro) if action.stage else None
-        else:
-            later = Action(action.kind, action.stage + 1, action.micro)
-            source = later if action.kind != "W" and action.stage < self.pipeline.last else None
+        source = next((need for need in self.schedule.needs(action) if need.stage != action.stage), None)
         return _in_doubt(lambda: self.mail.receive(source), self.pipeline.mesh) if source else []
 
     def _forward(self, action: Action, inputs: list[Tensor]) -> None:
