@@ -159,13 +159,18 @@ def _refuse_scores(config: Mapping[str, Any], place: Path) -> None:
 
 
 def tokenizer_of(place: str | Path, tokenizer: str | None) -> str:
-    """The one that is named; else that of a Hugging Face folder, or of the run of a checkpoint."""
+    """The one that is named; else that of a Hugging Face folder, or what the run of a checkpoint was trained with, by
+    the config.yaml in its folder."""
     from isograd.io import hub
 
     place = Path(hub.local(str(place)))
     if tokenizer or (place / "config.json").is_file():
         return tokenizer or str(place)
-    return _tokenizer_of_run(_checkpoint_of(place))
+    checkpoint = _checkpoint_of(place)
+    run, config = _run_of(checkpoint), config_beside(checkpoint)
+    if run is None or config is None:
+        raise ConfigError("IG646", seen=f"no config.yaml of a run beside {checkpoint}")
+    return tokenizer_in(run, config)
 
 
 def words_of(tokenizer: str) -> dict[str, Any]:
@@ -203,14 +208,6 @@ def _checkpoint_of(place: Path) -> Path:
             error.fix = "wait for the run's first checkpoint (checkpoint.every), or end it by Ctrl-C, which saves"
         raise
     return found
-
-
-def _tokenizer_of_run(checkpoint: Path) -> str:
-    """What the run of a checkpoint was trained with, by the config.yaml in its folder."""
-    run, config = _run_of(checkpoint), config_beside(checkpoint)
-    if run is None or config is None:
-        raise ConfigError("IG646", seen=f"no config.yaml of a run beside {checkpoint}")
-    return tokenizer_in(run, config)
 
 
 def tokenizer_in(run: Path, config: Mapping[str, Any]) -> str:

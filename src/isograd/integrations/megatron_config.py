@@ -241,7 +241,7 @@ class _Reader(Keys):
             kind = "rotary"
         found["positions"] = kind
         found["max_positions"] = self.count("max_position_embeddings", "model.options.max_positions", 2048)
-        theta, share = self.number("rotary_base", "model.options.rope_theta", 10000.0), None
+        theta = self.number("rotary_base", "model.options.rope_theta", 10000.0)
         share = self.number("rotary_percent", "model.options.rotary_fraction", 1.0)
         if kind == "rotary":
             found |= {"rope_theta": theta, "rotary_fraction": share}
@@ -350,9 +350,8 @@ def arguments_of(text: str) -> dict[str, Any]:
     """{name: value} of all `--name value` of a script or a list of arguments, the last of equal ones.
 
     Variables that the script sets are put in, in words and in strings of arguments; nothing else of it is read."""
-    variables: dict[str, str] = {}
     found: dict[str, Any] = {}
-    _collect(_words(text), variables, found)
+    _collect(_words(text), {}, found)
     return found
 
 

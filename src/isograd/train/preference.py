@@ -187,9 +187,7 @@ def key_of(config: configs.Config, pairs: str) -> str:
         described = identity(config)
     else:
         described = str(model_config(config))
-    weights: object = model.seed
-    if model.path and model.weights:
-        weights = files.hashes_of_weights(Path(model.path))
+    weights = files.hashes_of_weights(Path(model.path)) if model.path and model.weights else model.seed
     return sha256(json.dumps([pairs, config.data.length, weights, model.dtype, described]).encode()).hexdigest()
 
 

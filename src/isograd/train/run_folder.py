@@ -109,5 +109,4 @@ def how_to_resume(place: Place) -> str:
 
 def launcher_killed(place: Place, phase: Callable[[], str]) -> str:
     """place: of its checkpoints. phase: what this rank is doing."""
-    error = LaunchError("IG260", seen=phase(), fix=how_to_resume(place), where="rank 0")
-    return str(error)
+    return str(LaunchError("IG260", seen=phase(), fix=how_to_resume(place), where="rank 0"))

@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,11 +36,11 @@ def trackers(config: Config, folder: Path, stack: ExitStack) -> list[Sink]:
         "mlflow": _mlflow,
         "metrics_port": _prometheus,
     }
-    found = []
+    found: list[Sink] = []
     for name, maker in makers.items():
         if getattr(config.log, name):
             try:
-                found.append(_sink(maker(config, folder, stack)))
+                found.append(partial(_send_numbers, maker(config, folder, stack)))
             except ImportError as error:
                 raise TrainError(
                     "IG982", f"the config asks for log.{name}, and the package is not installed", seen=str(error),
@@ -49,17 +50,12 @@ def trackers(config: Config, folder: Path, stack: ExitStack) -> list[Sink]:
     return found
 
 
-def _sink(send: Send) -> Sink:
+def _send_numbers(send: Send, entry: dict[str, Any]) -> None:
     """Sends a journal entry's numbers by name, those of an event under its name: 'evaluation/loss'."""
-
-    def sink(entry: dict[str, Any]) -> None:
-        """Send the numbers of one journal entry."""
-        prefix = f"{entry['event']}/" if "event" in entry else ""
-        every = {f"{prefix}{k}": v for k, v in entry.items() if k not in ("step", "steps")}
-        if numbers := {name: value for name, value in every.items() if isinstance(value, int | float)}:
-            send(numbers, entry["step"])
-
-    return sink
+    prefix = f"{entry['event']}/" if "event" in entry else ""
+    every = {f"{prefix}{k}": v for k, v in entry.items() if k not in ("step", "steps")}
+    if numbers := {name: value for name, value in every.items() if isinstance(value, int | float)}:
+        send(numbers, entry["step"])
 
 
 def _tensorboard(_: Config, folder: Path, stack: ExitStack) -> Send:
