@@ -96,8 +96,12 @@ class A:
         self.a += 1
         self.b["x"] = 1
         other.seen = 1
+        other.state["x"]["y"] = 1
+        setattr(other, MARK, 1)
+        with set_attributes(self, c=1), set_attributes(*others, **numbers): pass
 """
-    assert house.reassigned(house.ast.parse(source)) == {"A.a", "A.b", "?.seen"}
+    found = {"A.a", "A.b", "A.c", "?.seen", "?.state", "?.MARK", "?.numbers"}
+    assert house.reassigned(house.ast.parse(source)) == found
 
 
 def test_the_command_line_and_layouts_need_no_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def toy_run(folder: Path, before: str, after: str) -> tuple[list[float], list[fl
         for group in saver.optimizer.param_groups:
             group["lr"] *= 0.5
         assert saver.loss_scale is not None
-        saver.loss_scale.good_steps = 11
+        saver.step_state.change(loss_scale=replace(saver.loss_scale, good_steps=11))
         keeper.save(2)
     truth = toy_steps(saver, 2, 4)
     model = Counting()

@@ -18,23 +18,23 @@ from tests.engine.test_corruption import EXCHANGED, SIGNS, flip
 NAME = "blocks.1.mlp.up.weight"
 
 
-def step(engine: Engine, number: int, seal: MemoryChecksum, copies: Copies) -> str:
+def step(engine: Engine, number: int, seals: list[MemoryChecksum], copies: Copies) -> str:
     """A checked step, as train/run/corruption.py does it: "" or what was said; then it is done again."""
     said = ""
     for _ in range(2):
         try:
             engine.accumulate(toys.batch(number, engine.mesh), 2)
-            seal.check()
+            seals[-1].check()
             copies.finish()
             engine.step()
             break
         except EngineError as error:
             said = f"{error.code}: {error.seen}"
             engine.discard()
-            left = seal.restore(copies.restore)
+            left = seals[-1].restore(copies.restore)
             if left:
                 return f"{said}; lost: {left}"
-    seal.set()
+    seals.append(MemoryChecksum(engine))
     copies.start(number)
     return said
 
@@ -42,7 +42,7 @@ def step(engine: Engine, number: int, seal: MemoryChecksum, copies: Copies) -> s
 def flips(layout: str, keys: list[str], partner: bool, dtype: torch.dtype, bits: list[int]) -> dict[str, Any]:
     """After each of some steps one bit of one tensor flips on rank 1; a run beside it has none."""
     engine, twin = (toys.engine_of(layout, dtype=dtype) for _ in range(2))
-    ones = [(one, MemoryChecksum(one), Copies(one, "flips", {}, partner=partner)) for one in (engine, twin)]
+    ones = [(one, [MemoryChecksum(one)], Copies(one, "flips", {}, partner=partner)) for one in (engine, twin)]
     said = {}
     for number, key in enumerate(["", *(f"{key} {bit}" for key in keys for bit in bits)]):
         name, _, bit = key.rpartition(" ")

@@ -145,7 +145,7 @@ def held_between_micro_batches(mode: str) -> tuple[int, int]:
     held: list[tuple[int, int]] = []
 
     def look(*_: object) -> None:
-        assert not engine.step_state.reducer._pending, "packed gradients of the micro-batch before"
+        assert not engine.step_state.reducer.under_way(), "packed gradients of the micro-batch before"
         whole = sum(gradient.numel() for gradient in engine.step_state.now.local.values())
         held.append((whole, sum(rows.numel() for rows in engine.step_state.reducer.reduced.values())))
 

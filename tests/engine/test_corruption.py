@@ -182,7 +182,7 @@ PLACES: dict[str, Plant] = {
 }  # fmt: skip
 
 
-def checked_step(engine: Engine, step: int, *, replays: bool = True, seal: MemoryChecksum | None = None) -> str:
+def checked_step(engine: Engine, step: int, *, replays: bool = True, seals: list[MemoryChecksum] | None = None) -> str:
     """A step with checks: "" or what was said; then it is dropped."""
     batch, micros = toys.batch(step, engine.mesh), 2
     try:
@@ -191,8 +191,8 @@ def checked_step(engine: Engine, step: int, *, replays: bool = True, seal: Memor
         if replay is not None:
             replay.begin()
         engine.accumulate(batch, micros)
-        if seal is not None:
-            seal.check()
+        if seals is not None:
+            seals[-1].check()
         if replay is not None:
             replay.compare(batches.micro_batches(batch, micros)[0])
         engine.step()
@@ -200,22 +200,22 @@ def checked_step(engine: Engine, step: int, *, replays: bool = True, seal: Memor
         if not engine.step_state.empty:
             engine.discard()
         return f"{error.code}: {error.what}: {error.seen}"
-    if seal is not None:
-        seal.set()
+    if seals is not None:
+        seals.append(MemoryChecksum(engine))
     return ""
 
 
 def planted(layout: str, place: str, bit: int, *, sealed: bool = False) -> list[str]:
     """A good step, then two in whose first the bit flips, until something is said."""
     engine = toys.engine_of(layout, dtype=torch.float32)
-    seal = MemoryChecksum(engine) if sealed else None
-    said = [checked_step(engine, 0, seal=seal)]
+    seals = [MemoryChecksum(engine)] if sealed else None
+    said = [checked_step(engine, 0, seals=seals)]
     with PLACES[place](engine, bit):
         for step in (1, 2):
-            said.append(checked_step(engine, step, seal=seal))
+            said.append(checked_step(engine, step, seals=seals))
             if said[-1]:
                 break
-    return [*said, checked_step(engine, 9, seal=seal)]
+    return [*said, checked_step(engine, 9, seals=seals)]
 
 
 def planted_all(cases: list[tuple[str, str, int]], *, sealed: bool = False) -> list[list[str]]:
@@ -379,9 +379,8 @@ def flipped_weights(layout: str, dtype: torch.dtype) -> int:
     mesh = engine.mesh
     defaults = Safety()
     assert (defaults.state_every, defaults.state) == (1, "weights")
-    seal = MemoryChecksum(engine, optimizer=False)  # as the loop makes it
     toys.train(engine, 0, 1, gradients=False)
-    seal.set()
+    seal = MemoryChecksum(engine, optimizer=False)  # as the loop makes it
     every = all_gather_object(list(seal._tensors()), mesh)
     victim = max(range(len(every)), key=lambda rank: len(every[rank]))
     keys = every[victim]

@@ -227,7 +227,7 @@ def trained(
                 said.append(f"step {step}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
                 tries *= len(taken) == before
                 if after == "nothing":  # the next call is refused, on all ranks together
-                    tries += engine.step_state.phase.failure is not None and not isinstance(error, ig.IsogradError)
+                    tries += engine.step_state.now.phase.failure is not None and not isinstance(error, ig.IsogradError)
                     continue
                 try:
                     engine.discard()
@@ -235,7 +235,7 @@ def trained(
                     said.append(f"discard: {type(refusal).__name__}: {refusal}"[:150])
     on_disk = None if keeper is None else saved.get(_closed(keeper, said))
     state = engine.step_state
-    can_step = state.optimizer_inconsistent is None and state.state is State.OPEN and not mesh.group("world").closed
+    can_step = state.optimizer_inconsistent is None and state.state is State.OPEN and mesh.group("world").transport
     final = parts(engine) if can_step else None
     return Found(tuple(taken), last, final, on_disk, profile.points, profile.hit, time.monotonic(), tuple(said))
 

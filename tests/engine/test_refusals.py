@@ -263,7 +263,7 @@ def loss_scale_on_one_rank() -> None:
 def loss_scale_changed_on_one_rank() -> None:
     mesh, model, engine = fresh(loss_scale=LossScale())
     assert engine.loss_scale is not None
-    engine.loss_scale.value *= 1 + mesh.rank
+    engine.step_state.change(loss_scale=LossScale(engine.loss_scale.value * (1 + mesh.rank)))
     engine.backward(loss_of(model), 3)
     engine.step()
 

@@ -43,7 +43,7 @@ def before(original: Callable[..., Any], more: Callable[..., None]) -> Callable[
 
 def stays_open(self: StepState) -> None:
     if self.state is State.FAILED:
-        self.phase = replace(self.phase, state=State.OPEN, failure=None)
+        self.now = replace(self.now, phase=replace(self.now.phase, state=State.OPEN, failure=None))
 
 
 def keeps_some(original: Callable[[StepState], None]) -> Callable[[StepState], None]:

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from isograd.core.mesh import Mesh
 from isograd.engine import step_status
+from isograd.engine.gathered import GatheredStep
 from isograd.engine.step import StepState
 from isograd.engine.step_status import Status, StepStatus
+from isograd.engine.term_weights import TermWeights
 from isograd.errors import EngineError
 
 
@@ -61,13 +63,13 @@ def test_a_wrong_step_is_refused_by_what_its_ranks_have_in_common(layout: str, c
 class Counts:
     """As much of a StepState as the refusal of unequal steps looks at."""
 
-    optimizer_inconsistent: str | None = None
+    optimizer_inconsistent = StepState.optimizer_inconsistent
     mark_inconsistent = StepState.mark_inconsistent
     mesh = Mesh.unbound("dp4", 0)
 
     def __init__(self) -> None:
         self._placeholders: dict[object, object] = {}
-        self._versions: dict[int, int] = {}
+        self.now = GatheredStep(TermWeights(self.mesh))
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ def test_three_times_the_blocks_and_twice_the_rest_cross_the_wire_or_twice_all_w
 def memory(engine: Engine) -> list[int]:
     """Bytes of parameters that are whole."""
     assert engine._units is not None
-    return [param.full.untyped_storage().nbytes() for param in engine._units.params.values()]
+    return [param.now.full.untyped_storage().nbytes() for param in engine._units.params.values()]
 
 
 class Stumbling(Chain):

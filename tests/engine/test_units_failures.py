@@ -76,7 +76,7 @@ def is_clean(engine: Engine) -> bool:
     """Whether nothing of the model is whole, and nothing is under way."""
     units = engine._units
     assert isinstance(units, Zero3Hooks)
-    groups = [group for group in units.groups if group.open_forwards or group.state is not GroupState.SHARDED]
+    groups = [group for group in units.groups if group.awaited or group.state is not GroupState.SHARDED]
     state = (units._run.phase, units._pending, groups)
     return not any(memory(engine)) and not any(state)
 

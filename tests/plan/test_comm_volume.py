@@ -183,8 +183,8 @@ def test_gradients_that_nccl_has_not_sent_yet_are_in_the_memory_of_a_gpu(monkeyp
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
     loss, count = model(tokens, tokens)
     engine.backward(loss, weight=count)
-    pending = engine.step_state.reducer._pending
-    waiting = sum(sum(engine.step_state.reducer.packings[bucket].sizes) * 4 for bucket, _, _ in pending)
+    pending = engine.step_state.reducer.under_way()
+    waiting = sum(sum(engine.step_state.reducer.packings[bucket].sizes) * 4 for bucket, *_ in pending)
     assert len(pending) > 2
     monkeypatch.setattr("isograd.plan.memory.BUCKETS", 3 * 0.01 * 2**20)
     work = work_of(deep, described, micro=1)

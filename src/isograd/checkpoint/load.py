@@ -23,7 +23,7 @@ from isograd.checkpoint.read import Reader
 from isograd.comm.consensus import all_gather_object
 from isograd.core.rng import set_random_state
 from isograd.engine import Engine, state
-from isograd.engine.ema import switch
+from isograd.engine.ema import average_of, switch
 from isograd.engine.muon import members
 from isograd.errors import CheckpointError, IsogradError, did_you_mean, listed
 from isograd.io.store import Place, place_of
@@ -109,7 +109,7 @@ def _load(engine: Engine, place: Place, beat: Callable[[str], None]) -> Loaded:
         reader.close()
     state.take_numbers(engine, reader.manifest.numbers)
     state.refresh_masters(engine)
-    average = engine._sharded_optimizer.average
+    average = average_of(engine)
     if average is not None and not _has_averages(reader.manifest):
         average.restart()
     switch(engine, "train")

@@ -30,23 +30,19 @@ class DeadlockWatch(threads.RankThread):
 
     def __init__(self, context: RankContext) -> None:
         self._place, self._rank, self._thread = context, rank_and_size()[0], threading.get_ident()
-        self.over = threading.Event()
+        self.over = threading.Event()  # set when the rank leaves its world
         super().__init__(threads.member(), self._look_on, "isograd deadlock watch")
         self.start()
 
-    def close(self) -> None:
-        """The rank leaves its world."""
-        self.over.set()
-
     def _awaited(self) -> Any:
-        handle = self._place.waits_in
+        handle = self._place.wait.handle
         at = None if handle is None else handle.at
         return None if at is None or at[2] is None else at
 
     def _look_on(self) -> None:
         seen, looks, said, wait = None, 0, "", 0
         while not self.over.wait(LOOK_S):
-            handle, now = self._place.waits_in, self._awaited()
+            handle, now = self._place.wait.handle, self._awaited()
             if now is None or now is not seen:
                 seen, looks, said, wait = now, 0, "", time.monotonic_ns()  # a store may be older than a world
             looks += 1

@@ -9,7 +9,7 @@ from threading import Thread
 from typing import Any
 
 from isograd.comm.deadlock import DeadlockWatch
-from isograd.comm.group import Group
+from isograd.comm.group import Group, Wait
 from isograd.comm.world import abort_group_on_interrupt, process
 
 
@@ -54,15 +54,15 @@ class Handle:
     def _watched(self) -> Iterator[None]:
         """Where this rank goes on only when the messages have arrived."""
         context = process if self.group is None else self.group.context
-        watch, at = context.watch, self.at
+        watch, at = context.wait.watch, self.at
         over = watch is None or watch.over.is_set() or not watch.is_alive()  # dead in a process that was forked
         if over and at is not None and at[2] is not None:
-            context.watch = DeadlockWatch(context)
-        context.waits_in = self
+            watch = DeadlockWatch(context)
+        context.wait = Wait(self, watch)
         try:
             yield
         finally:
-            context.waits_in = None
+            context.wait = Wait(None, watch)
 
     def wait_for(self, member: int) -> None:
         """Wait only for what is sent to and received from one member."""

@@ -140,7 +140,7 @@ class _Ranks:
             except OSError:
                 process.join(STOP)
         if self._dead({}):
-            raise self._failure({}, " between two runs")
+            raise failure({}, [process.exitcode for process in self.processes], " between two runs")
 
     def collect(self, timeout: float | None) -> tuple[list[Any], bool]:
         """The values of all ranks; and whether one has left its world."""
@@ -153,7 +153,7 @@ class _Ranks:
                 self._listen_until(answers, time.monotonic() + GRACE)
                 while self._silent(answers) and self._busy():
                     self._listen_until(answers, time.monotonic() + GRACE)
-                raise self._failure(answers)
+                raise failure(answers, [process.exitcode for process in self.processes])
             if not news and end is not None and time.monotonic() >= end:
                 raise self._hang(answers, timeout)
         left = any(answer.has_left for answer in answers.values())
@@ -189,9 +189,6 @@ class _Ranks:
         """The ranks that have neither answered nor ended."""
         dead = self._dead(answers)
         return [rank for rank in range(len(self.pipes)) if rank not in answers and rank not in dead]
-
-    def _failure(self, answers: dict[int, Answer], when: str = "") -> LaunchError:
-        return failure(answers, [process.exitcode for process in self.processes], when)
 
     def _hang(self, answers: dict[int, Answer], timeout: float | None) -> LaunchError:
         silent = [r for r in range(len(self.pipes)) if r not in answers]

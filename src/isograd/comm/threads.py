@@ -100,12 +100,6 @@ class _Receive:
     def __init__(self, member: ThreadRank, key: Key, into: Tensor) -> None:
         self._member, self._key, self._into = member, key, into
 
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        with self._member.world.arrived:
-            self._fill_all()
-        return self not in self._member.asked[self._key]
-
     def wait(self) -> None:
         """Until the message is there, or the sender has left."""
         world, sender = self._member.world, self._key[2]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,19 @@ class Transport:
     simulated = False  # whether the other members are not there
 
     def __init__(self, process_group: Any, ranks: tuple[int, ...], index: int) -> None:
-        self.process_group, self.ranks, self.index = process_group, ranks, index
+        # Held by torch as long as its world is there: frames of an error may hold this.
+        self._process_group = None if process_group is None else ref(process_group)
+        self.ranks, self.index, self.closed = ranks, index, ""
         self.counts: Counter[tuple[bool, int, int]] = Counter()  # messages: whether sent, the other member, their tag
+
+    @property
+    def process_group(self) -> Any:
+        """torch's; None when its world has ended."""
+        return None if self._process_group is None else self._process_group()
+
+    def shut(self, why: str) -> None:
+        """Nothing is sent or received any more. The first reason stays."""
+        self.closed = self.closed or why
 
     @property
     def size(self) -> int:

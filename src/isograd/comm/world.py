@@ -96,7 +96,6 @@ class Process(RankContext):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world: Any = None  # torch's, in which its groups were made
         self.unfinished: WeakSet[Any] = WeakSet()  # Handles
 
     def leave(self, why: str) -> None:
@@ -105,13 +104,10 @@ class Process(RankContext):
         super().leave(why)
         for handle in list(self.unfinished):  # messages that will not arrive keep connections open
             handle.forget()
-        for transport in self.made.values():
-            if why:
-                transport.close()
-            transport.process_group = None  # frames of an error may hold it
+        for transport in self.made.values() if why else ():
+            transport.close()
         self.made.clear()
         self.tags.clear()
-        self.deadlock = ""
         if dist.is_initialized() and why and "nccl" in dist.get_backend():
             distributed_c10d._abort_process_group()  # whose kernels may wait for messages that will not come
         if dist.is_initialized():
@@ -123,8 +119,8 @@ process = Process()
 
 def _forked() -> None:
     """A child of a rank would read its messages."""
-    for group in process.groups:
-        group.closed = f"process {os.getpid()} was forked from a rank, and is none"
+    for transport in process.made.values():
+        transport.shut(f"process {os.getpid()} was forked from a rank, and is none")
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -152,16 +148,13 @@ def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "", m
             process_group = dist.group.WORLD if everyone else _new_process_group(purpose, ranks, index)
             made[key] = of_torch(process_group, ranks, index)
         transport = made[key]
-    group = Group(axes, ranks, index, transport, purpose, context)
-    context.groups.add(group)
-    return group
+    return Group(axes, ranks, index, transport, purpose, context)
 
 
 def _transports() -> dict[tuple[str, tuple[int, ...]], Any]:
     """Those of this process, in the world that torch has now: its program may have ended the one before."""
-    if process.world is not dist.group.WORLD:
+    if not any(transport.process_group in distributed_c10d._world.pg_map for transport in process.made.values()):
         process.made.clear()
-        process.world = dist.group.WORLD
     return process.made
 
 
@@ -243,11 +236,11 @@ def leave(why: str = "", tell: bool = True) -> None:
     store."""
     why = why or (headline(error) if (error := sys.exception()) is not None else "")
     place = thread_member() or process
-    if why and tell and any(group.transport is not None for group in place.groups):
+    if why and tell and any(not transport.closed for transport in place.made.values()):
         with suppress(RuntimeError):  # the store may have ended with its rank
             _tell(f"rank {rank_and_size()[0]}: {why}")
-    for group in place.groups:
-        group.closed = group.closed or why or "it has left the world"
+    for transport in place.made.values():
+        transport.shut(why or "it has left the world")
     place.leave(why)
 
 
@@ -258,11 +251,12 @@ def _tell(why: str) -> None:
 
 def cut(place: RankContext, why: str) -> None:
     """From a thread that watches a rank: close the connections for which the rank waits. It leaves by itself then."""
-    place.deadlock = why
+    for transport in place.made.values():
+        transport.shut(why)
     _tell(why)
     if place is not process:
         place.leave(why)
-    for transport in place.made.values() if place is process else ():
+    for transport in place.made.values():
         transport.close()
 
 
@@ -279,7 +273,7 @@ def abort(error: BaseException) -> BaseException:
     if isinstance(error, IsogradError):
         return error
     place = thread_member() or process
-    first = place.deadlock or store_get(ABORTED)
+    first = next((t.closed for t in place.made.values() if t.closed), "") or store_get(ABORTED)
     if isinstance(error, RuntimeError) and first:
         leave(first, tell=False)
         return CommError("IG215", seen=first) if first.startswith(DEADLOCK) else CommError("IG213", seen=first)

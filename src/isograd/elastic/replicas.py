@@ -33,11 +33,11 @@ class Replicas:
 
     def mark(self) -> None:
         """A step has ended."""
-        self._writes = self.engine._sharded_optimizer.writes
+        self._writes = self.engine.step_state.now.writes
 
     def usable(self) -> bool:
         """Whether this rank holds the state after the marked step, and nothing that others do not."""
-        return self.equal and self.engine._sharded_optimizer.writes == self._writes and self._own() == self._first
+        return self.equal and self.engine.step_state.now.writes == self._writes and self._own() == self._first
 
     def _own(self) -> str:
         parts = [part for part in state.parts(self.engine) if part.key.startswith("buffer/")]

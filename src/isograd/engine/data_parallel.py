@@ -46,6 +46,7 @@ from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.core.step_counters import StepCounters
 from isograd.engine import step_status, validation
+from isograd.engine.grad_placeholder import take_grad
 from isograd.engine.plan import Slot, make_plan
 from isograd.engine.reducer import ReduceWhen
 from isograd.engine.step import StepState
@@ -80,14 +81,6 @@ class _Backward:
     factor: float = 1.0  # of it, that a half-precision loss could not be scaled with
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """Of this rank's optimizers, where they say so."""
-
-    open: int = 0  # were begun, and are not over
-    taken: int = 0
-
-
 class DataParallel(nn.Module):
     """Takes the place of torch's DistributedDataParallel; `weigh` makes uneven ranks exact."""
 
@@ -105,7 +98,9 @@ class DataParallel(nn.Module):
         """`options`: those of DDP, as far as they change nothing; others are refused (IG533)."""
         super().__init__()
         self.mesh = mesh = Mesh(f"dp{world.world()[1]}")
-        validation.refuse_options({k: v for k, v in options.items() if k not in HARMLESS}, ONLY, mesh)
+        wrong = {k: v for k, v in options.items() if k not in HARMLESS and (k not in ONLY or v != ONLY[k])}
+        if wrong:
+            raise EngineError("IG533", seen=wrong, where=mesh.describe_rank(), options=dict(ONLY))
         validation.detach_previous_engine(module, mesh)
         self.module, self.broadcast_buffers = module, broadcast_buffers
 
@@ -128,7 +123,7 @@ class DataParallel(nn.Module):
         validation.check_devices(device_ids, output_device, home, mesh)
         self._inputs_to = home if device_ids else None
         self._group = mesh.group("world")
-        self._step_state = StepState(self._plan, mesh, keep_full=True, withholds=False)
+        self._step_state = StepState(self._plan, mesh, keep_full=True)
         self._watch = validation.Watch(module, self._plan, moving=True)
         self._window = Window(self._step_state)
         self.require_backward_grad_sync = True  # DDP's name; `no_sync` clears it
@@ -137,7 +132,6 @@ class DataParallel(nn.Module):
         # backward asks `require_backward_grad_sync`, and there is nothing to prepare.
         self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)
         self._backward = _Backward()  # the running one
-        self._steps = _Steps()
         for slot in self._plan.slots:
             validation.replace_hook(slot, self._step_state, self._arrived, self._entering)
         self.register_load_state_dict_pre_hook(_rename)  # type: ignore[no-untyped-call]
@@ -208,21 +202,22 @@ class DataParallel(nn.Module):
     def begins_step(self) -> None:
         """Called before an optimizer of this model steps, as the Accelerator does. Until it `has_stepped`, backwards
         that reduce are refused on all ranks (IG559): a step that raises may have changed half of this rank's copy."""
-        self._steps = replace(self._steps, open=self._steps.open + 1)  # a `step` may call that of its class
+        self._window.change(opened=self._window.now.opened + 1)  # a `step` may call that of its class
         self._step_state.mark_inconsistent(STEPS)
 
     def has_stepped(self) -> None:
         """Called behind it. Ranks whose optimizers have not stepped equally often are refused, too: one of them has
         missed an update."""
-        is_last = self._steps.open == 1  # not inside of another, nor behind one that raised
-        self._steps = _Steps(self._steps.open - 1, self._steps.taken + is_last)
+        now = self._window.now
+        is_last = now.opened == 1  # not inside of another, nor behind one that raised
+        self._window.change(opened=now.opened - 1, steps=now.steps + is_last)
         if is_last and self._step_state.optimizer_inconsistent == STEPS:
             self._step_state.mark_consistent()
 
     def is_restored(self) -> None:
         """Called when all ranks have loaded a checkpoint: copies are equal again."""
         self._step_state.mark_consistent()
-        self._steps = _Steps()
+        self._window.change(opened=0, steps=0)
 
     @property
     def drops(self) -> int:
@@ -273,7 +268,7 @@ class DataParallel(nn.Module):
             self._backward = replace(self._backward, reached=True)
 
     def _arrived(self, slot: Slot, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        gradient = take_grad(parameter)
         if self._backward.weight is None and not self._backward.met_output:
             self._backward.early.append((slot, gradient))
         else:
@@ -310,7 +305,7 @@ class DataParallel(nn.Module):
         """The gather of a reduction (engine/step_status.py)."""
         wrong = self._watch.problem(self.mesh) or self._window.problem(self.mesh)
         decide = partial(step_status.refuse_wrong, mesh=self.mesh)
-        columns = self._window.columns(self._steps.taken)
+        columns = self._window.columns()
         return step_status.gather_step_status(self._step_state, status, wrong, columns, decide, self._drop)
 
     def _drop(self) -> None:

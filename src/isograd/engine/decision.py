@@ -81,7 +81,7 @@ class Decision:
             raised = self._optimizer.step(state, 0.0, unused, verdict)
             own = torch.stack((verdict.refused, verdict.grad_norm))
             numbers = raw.copy_to_host(torch.cat((own, rows.flatten())))
-            if may_be_late and state.loss_scale is None:
+            if may_be_late and state.now.loss_scale is None:
                 weights = state.now.term_weights
                 return Taken(lambda: self._read_late(numbers(), table, weights), raised, late=True)
             refused, grad_norm = numbers()[:2].tolist()
@@ -136,7 +136,7 @@ class Decision:
 
     @property
     def _scale(self) -> float:
-        return self._step_state.loss_scale.value if self._step_state.loss_scale else 1.0
+        return self._step_state.now.loss_scale.value if self._step_state.now.loss_scale else 1.0
 
     def _all_can(self, table: StepStatus) -> bool:
         if table.late is None or not bool(table.more["device"].all()):

@@ -34,7 +34,8 @@ def refuse_pieces(
         closure = inspect.signature(type(member).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise EngineError("IG543", kind=type(member).__name__)
-        kind, by_matrix = type(member).__name__, muon.steps_matrices(member)
+        kind, bases = type(member).__name__, [base.__name__.lower() for base in type(member).__mro__]
+        by_matrix = any(word in base for base in bases for word in muon.BY_MATRIX)
         groups = [g["params"] for g in member.param_groups if not by_matrix or g.get("use_muon", True)]
         stepped = [slots[id(p)] for params in groups for p in params if id(p) in slots]
         pieces = [s for s in stepped if not is_whole(s, by_rows) and not (by_matrix and s.uncut_matrix)]

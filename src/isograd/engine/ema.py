@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from isograd.engine.muon import members
@@ -26,14 +25,16 @@ if TYPE_CHECKING:
 
 
 class WeightAverage:
-    """The averages of the tensors that this rank steps, by parameter."""
+    """The averages of the tensors that this rank steps, by parameter: a hook of the engine's optimizer."""
 
     def __init__(self, engine: Engine, decay: float) -> None:
         """All ranks make it together, and the engine keeps it."""
-        self._optimizer, self.rows = engine._sharded_optimizer, dict[str, Tensor]()
+        self._optimizer = engine._sharded_optimizer
+        wide = {n: torch.promote_types(m.dtype, torch.float32) for n, m in self._optimizer.masters.items()}
+        self.rows = {n: torch.empty_like(m, dtype=wide[n]) for n, m in self._optimizer.masters.items()}
         self._update = get_ema_multi_avg_fn(decay)
         self.restart()
-        self._optimizer.average = self
+        engine.optimizer.register_step_post_hook(self)
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -41,16 +42,20 @@ class WeightAverage:
         if self._optimizer.units is None:
             self._optimizer.take_edits()
         self._optimizer._collect_edits()
-        masters = {name: master.detach() for name, master in self._optimizer.masters.items()}
-        wide = {name: torch.promote_types(master.dtype, torch.float32) for name, master in masters.items()}
-        self.rows.update({name: master.to(wide[name], copy=True) for name, master in masters.items()})
+        for name, master in self._optimizer.masters.items():
+            self.rows[name].copy_(master.detach())
 
     @torch.no_grad()
-    def stepped(self) -> None:
+    def __call__(self, *_: object) -> None:
         """After a step."""
         masters = [self._optimizer.masters[name].data for name in self.rows]
         if masters:
             self._update(list(self.rows.values()), masters, 0)
+
+
+def average_of(engine: Engine) -> WeightAverage | None:
+    """The one that the engine keeps, if there is one."""
+    return next((h for h in engine.optimizer._optimizer_step_post_hooks.values() if isinstance(h, WeightAverage)), None)
 
 
 @contextmanager
@@ -61,7 +66,7 @@ def averaged(engine: Engine) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # the other ranks may be elsewhere, but for errors that all of them raise
-        alike = isinstance(error, IsogradError) and not engine.mesh.group("world").closed
+        alike = isinstance(error, IsogradError) and engine.mesh.group("world").transport is not None
         switch(engine, "train", spread=alike or engine.mesh.size("world") == 1)
         raise
     switch(engine, "train")
@@ -75,6 +80,6 @@ def switch(engine: Engine, mode: Literal["eval", "train"], spread: bool = True) 
     for each in switches:
         each()
     if switches and spread:
-        engine._sharded_optimizer.moved(engine.step_state.reducer)
+        engine._sharded_optimizer.moved(engine.step_state)
     elif switches:
         engine.step_state.mark_inconsistent("an exception left the averaged weights in the model")

@@ -28,7 +28,6 @@ from torch.profiler import record_function
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
 from isograd.comm.world import abort_group_on_interrupt
-from isograd.core.attributes import set_attributes
 from isograd.core.contract_table import ContractTable, contracts
 from isograd.core.input_checks import InputChecks
 from isograd.core.loss_terms import Terms
@@ -41,6 +40,7 @@ from isograd.engine.gradients import Gradients
 from isograd.engine.plan import homes, make_plan, repeated_blocks, slot_of
 from isograd.engine.precision import LossScale
 from isograd.engine.reducer import ReduceWhen
+from isograd.engine.sdc.reductions import ReductionSums
 from isograd.engine.step import State, StepState
 from isograd.engine.step_status import Status, StepStatus
 from isograd.engine.term_weights import on_host
@@ -103,7 +103,7 @@ class Engine:
             return table, muon.owners(table, mesh, matrices), FirstValues(model, table, mesh, weights)
 
         self.table, owners, first = validation.check_together(check_locally, mesh)
-        self.pipeline = validation.pipeline_of(model, mesh, reproducible)
+        self.pipeline = validation.pipeline_of(model, mesh)
         options = {"clip": clip, "reproducible": reproducible, "overlap": overlap, "bucket_mb": bucket_mb}
         widest = validation.check_supported_parameters(model, self.table, mesh, options | {"loss_scale": loss_scale})
         stage = mesh.layout.zero
@@ -113,7 +113,6 @@ class Engine:
         first.fill_buffers(model)
         validation.equal_replicas(model, self.table, mesh)
         fp16 = any(slot.parameter.dtype == torch.float16 for slot in self.plan.slots)
-        self.loss_scale = loss_scale or (LossScale() if fp16 else None)
         self._units = None
         if stage == 3:
             slots = {id(slot.parameter): slot for slot in self.plan.slots}
@@ -121,19 +120,19 @@ class Engine:
             self._units = Zero3Hooks(model, every, mesh, first, blocks=parts, keep=keep_gathered, offload=offload)
         else:
             first.fill(self.table)
+        cut = muon.TensorParallelMuon(self.plan.slots, mesh, owners, stage)
+        self._sharded_optimizer = ShardedOptimizer(self.plan, mesh, optimizer, self._units, offload, cut, elementwise)
         self.step_state = StepState(
             self.plan,
             mesh,
             reproducible=reproducible,
             keep_full=stage == 0,
             units=self._units,
-            loss_scale=self.loss_scale,
+            loss_scale=loss_scale or (LossScale() if fp16 else None),
+            masters=self._sharded_optimizer.masters,
             widest=widest,
         )
-        cut = muon.TensorParallelMuon(self.plan.slots, mesh, owners, stage)
-        self._sharded_optimizer = ShardedOptimizer(self.plan, mesh, optimizer, self._units, offload, cut, elementwise)
-        self.step_state.withhold_masters(self._sharded_optimizer.masters)
-        self._overlap, self._keeps_local, self._sync = overlap, accumulate == "local", True
+        self._overlap, self._keeps_local = overlap, accumulate == "local"
         self._inputs = InputChecks(model, mesh)
         refuse = partial(self._decide, status=Status.FINE)
         self._decision = Decision(mesh, self._sharded_optimizer, self.step_state, self._inputs, refuse, self._drop)
@@ -151,10 +150,15 @@ class Engine:
         return self._sharded_optimizer.optimizer
 
     @property
+    def loss_scale(self) -> LossScale | None:
+        """That of the step under way, in fp16."""
+        return self.step_state.now.loss_scale
+
+    @property
     def _reduce_when(self) -> ReduceWhen:
         """When the buckets of the next backward leave."""
         every_micro = self._units is not None and self.pipeline is not None  # blocks are left once for each of them
-        if not (self._sync and self._overlap) or self.reproducible or every_micro:
+        if not (self.step_state.now.syncs and self._overlap) or self.reproducible or every_micro:
             return ReduceWhen.STEP
         # Ranks of a cp or ep group reach parameters at different points of backward. On NCCL a bucket that one of them
         # launches early could take the place of an exchange that the other one waits for.
@@ -203,7 +207,7 @@ class Engine:
         table = self._gather_step_status(Status.BEGINS, announces=announces, wrong=wrong)
         with step_status.refusing(step_state, self._drop):
             columns = table.loss, table.more["terms"]
-            step_state.begin_terms(term_weights.agreed(*columns, announces, exact=exact, single=single))
+            step_state.change(term_weights=term_weights.agreed(*columns, announces, exact=exact, single=single))
 
     def begin_single_backward(self, /, **weights: float | Tensor) -> None:
         """Before a backward of terms: unless the step was begun, its weights are the step's, which takes no other."""
@@ -216,7 +220,8 @@ class Engine:
 
     def check_sums(self) -> None:
         """Before a step, on all ranks: compare what its reductions send with what they add up (engine/sdc)."""
-        self.step_state.reducer.begin_sums()
+        self.step_state.change(sums=(sums := ReductionSums()))
+        self.mesh.group("world").context.checks.add(sums.messages)
 
     def discard(self) -> None:
         """Drop all that this step has gathered, on every rank: after a backward that failed, or for a bad batch.
@@ -312,7 +317,8 @@ class Engine:
                     self._check_lockstep("begins an evaluation")  # its forwards would pass for those of a step
                     found = pipeline.evaluate(micros) if pipeline else [batches.loss_of(self.model, m) for m in micros]
                     self._inputs.add(self.model, batch)  # of a pipeline; others' forwards have said the same
-                mine = torch.cat((evaluation.columns(found, self._device), self._inputs.columns().to(self._device)))
+                device = self.plan.slots[0].parameter.device
+                mine = torch.cat((evaluation.columns(found, device), self._inputs.columns().to(device)))
                 with abort_group_on_interrupt():
                     self._gather_step_status(Status.EVALUATES)
                     table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
@@ -337,10 +343,16 @@ class Engine:
         with record_function(name), named, self.step_state.backward(self._reduce_when) as step_state:
             yield step_state
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Backwards in here accumulate locally (`accumulate="local"`); the next one outside, or the step, reduces all
         of it once. A backward outside reduces at once, and adds to what its owners have ("sharded")."""
-        return set_attributes(self, _sync=False)
+        before = self.step_state.now.syncs
+        self.step_state.change(syncs=False)
+        try:
+            yield
+        finally:
+            self.step_state.change(syncs=before)
 
     def step(self) -> Stats:
         """Complete every gradient, clip, step the optimizer. All ranks step or none does."""
@@ -353,7 +365,7 @@ class Engine:
         return self._step(may_be_late=True)
 
     def _step(self, may_be_late: bool) -> PendingStats:
-        if not self._sync:
+        if not self.step_state.now.syncs:
             raise EngineError("IG511", seen="no_sync is still open", where=self.mesh.describe_rank())
         step_state = self.step_state
         with abort_group_on_interrupt():
@@ -363,7 +375,7 @@ class Engine:
             taken = self._decision.take(table, unused, self.clip, may_be_late=may_be_late)
             problem = None if taken.skipped else step_status.optimizer_problem(step_state, taken.raised)
             if self.loss_scale and problem is None:
-                self.loss_scale.update(overflow=taken.skipped)
+                step_state.change(loss_scale=self.loss_scale.after(overflow=taken.skipped))
             step_state.clear(taken.wait if taken.late and problem is None else None)
             self._end(committed=not taken.skipped and problem is None)
         if problem is not None:
@@ -389,13 +401,12 @@ class Engine:
         called on all ranks, returns the tensor of all tp and ep ranks.
         """
         self.mesh.group("world").refuse_closed()
-        if self._units is not None:
-            self._units.gather_all()
+        outermost = self._units is not None and self._units.gather_all()
         try:
             yield self.model
         finally:
             if self._units is not None:
-                self._units.take_edits()
+                self._units.take_edits(free=outermost)
             self._sharded_optimizer.take_edits()
 
     @torch.no_grad()
@@ -405,10 +416,6 @@ class Engine:
         self._reduce(table := meet())
         totals = self._decision.totals(table)
         return Gradients(self.plan, self.step_state, self.mesh, totals.scale, meet)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.plan.slots[0].parameter.device
 
     def _reduce(self, table: StepStatus) -> set[str]:
         """Complete every sum; the names of the parameters that no rank has used."""
@@ -443,7 +450,7 @@ class Engine:
         else:
             own, columns = term_weights.message(announces)
         can = self._decision.possible(whole and status is Status.FINE and term_weights.expected is None)
-        alike = self.clip, repr(self.loss_scale), step_state.reducer.sums is not None
+        alike = self.clip, repr(self.loss_scale), step_state.now.sums is not None
         settings, more = self._sharded_optimizer.settings(self.mesh, *alike)
         more |= {"inputs": self._inputs.columns(), "terms": columns, "device": can}
         return step_status.gather_step_status(

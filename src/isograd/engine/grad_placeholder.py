@@ -8,6 +8,7 @@ IG551; `zero_grad`, which replaces it by None, is noticed by the step.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,18 @@ from torch.utils import _pytree as tree
 
 from isograd.errors import EngineError
 
-OWN_SUM = "_isograd_own_sum"  # marks a `.grad` of ig.DataParallel that is one rank's own, not reduced
+
+def take_grad(tensor: Tensor) -> Tensor | None:
+    """What autograd has put into `.grad`, which is None then."""
+    gradient = tensor.grad
+    set_grads([(tensor, None)])
+    return gradient
+
+
+def set_grads(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """(tensor, its `.grad`): nothing else of the engine writes it."""
+    for tensor, gradient in pairs:
+        tensor.grad = gradient
 
 
 class GradPlaceholder(Tensor):

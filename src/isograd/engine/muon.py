@@ -15,6 +15,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from isograd.core.mesh import DATA, Mesh
 from isograd.engine.plan import Slot
 from isograd.errors import EngineError
 
-BY_MATRIX = ("muon", "shampoo", "soap")  # in the name of an optimizer's class
+BY_MATRIX = ("muon", "shampoo", "soap")  # in the name of an optimizer's class, or of one that it is made from
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
@@ -41,16 +42,15 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         super().__init__([group for member in optimizers for group in member.param_groups], {})
         self.optimizers = optimizers
-        self._share()
+        self.__setstate__({})
 
-    def _share(self) -> None:
-        """The members have the same groups and the same state as the chain."""
-        first = 0
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's, which a load ends with: the members have the groups and the state of the chain."""
+        super().__setstate__(state)
+        groups = iter(self.param_groups)
         for member in self.optimizers:
-            count = len(member.param_groups)
-            member.param_groups = self.param_groups[first : first + count]
-            member.state = self.state
-            first += count
+            its = list(islice(groups, len(member.param_groups)))
+            member.__setstate__({"param_groups": its, "state": self.state})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of each optimizer; the closure, if there is one, runs once before them."""
@@ -61,11 +61,6 @@ class ChainedOptimizer(torch.optim.Optimizer):
         for member in self.optimizers:
             member.step()
         return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; the members then share the loaded state."""
-        super().load_state_dict(state_dict)
-        self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: no member would step the new group."""
@@ -134,11 +129,6 @@ def _least_loaded(sizes: Mapping[str, int], ranks: int, fixed: Mapping[str, int]
         found[name] = fixed.get(name, loads.index(min(loads)))
         loads[found[name]] += sizes[name]
     return found
-
-
-def steps_matrices(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class, or one that it is made from, is named like an optimizer that works on matrices."""
-    return any(word in base.__name__.lower() for base in type(optimizer).__mro__ for word in BY_MATRIX)
 
 
 class TensorParallelMuon:

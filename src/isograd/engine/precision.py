@@ -7,10 +7,10 @@ no rank skips a step alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossScale:
     """Halved at an overflow, doubled after `growth_interval` good steps in a row. Powers of two: scaling is exact.
 
@@ -23,14 +23,10 @@ class LossScale:
     largest: float = 2.0**24
     good_steps: int = 0
 
-    def update(self, overflow: bool) -> None:
-        """Count one step; `overflow` says whether its gradients were not finite."""
+    def after(self, overflow: bool) -> LossScale:
+        """That of the next step; `overflow` says whether this one's gradients were not finite."""
         if overflow:
-            self._set(max(self.value / 2, self.smallest), 0)
-            return
+            return replace(self, value=max(self.value / 2, self.smallest), good_steps=0)
         good = self.good_steps + 1
-        self._set(min(self.value * 2, self.largest) if good % self.growth_interval == 0 else self.value, good)
-
-    def _set(self, value: float, good_steps: int) -> None:
-        """As a checkpoint has them."""
-        self.value, self.good_steps = value, good_steps
+        value = min(self.value * 2, self.largest) if good % self.growth_interval == 0 else self.value
+        return replace(self, value=value, good_steps=good)

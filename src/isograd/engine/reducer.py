@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,35 +41,39 @@ class ReduceWhen(Enum):
     STEP = "at the step, or with the next backward that lets them"
 
 
+class _UnderWay(NamedTuple):
+    bucket: Bucket
+    reduction: Reduction
+    packed: Tensor | None  # the memory that it has been packed into; None where that is a gradient's own
+    sums: ReductionSums | None  # of a step whose reductions are checked
+
+
 class Reducer:
     """The buckets of a step that have left this rank."""
 
     def __init__(self, plan: Plan, mesh: Mesh, *, tree: bool) -> None:
         """`tree`: add in one binary tree."""
         self.plan, self.tree, self._rank = plan, tree, mesh.rank
-        self._context = mesh.group("world").context
         self.number = reserve_tags(mesh.group("world"))  # ranks make theirs in one order
-        self._groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
-        self._native = any(map(raw.is_nccl, self._groups.values()))  # waits are the card's
+        self.groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
+        self._native = any(map(raw.is_nccl, self.groups.values()))  # waits are the card's
         self.packings = {bucket: packing_of(bucket.slots) for bucket in plan.buckets}  # planned once, for gathers too
         self.buffers = Buffers()  # for gathers too
         self.sent: list[Bucket] = []  # the buckets that left since the step began, in order
         self.reduced: dict[Slot, Tensor] = {}  # my rows, summed over the data axes
-        self.sums: ReductionSums | None = None  # of a step whose reductions are checked
-        # Under way, each with the memory that it has been packed into; None where that is a gradient's own.
-        self._pending: deque[tuple[Bucket, Reduction, Tensor | None]] = deque()
-        self._latest = 0  # launched since the last call of `begin_pass` or `next_block`
+        # Under way: launched before the last call of `begin_pass` or `next_block`, and since then.
+        self._older: deque[_UnderWay] = deque()
+        self._latest: deque[_UnderWay] = deque()
         # The sum of each bucket that has left: not finite if any gradient is not. Read when a step is skipped.
         self._totals: list[Tensor] = []
 
     @abort_group_on_interrupt()
-    def launch(self, bucket: Bucket, gradients: list[Tensor]) -> None:
+    def launch(self, bucket: Bucket, gradients: list[Tensor], sums: ReductionSums | None = None) -> None:
         """Send a bucket's gradients to the owners of their rows. The list is emptied, so that packed ones are freed."""
-        while len(self._pending) >= AT_ONCE and self._pending[0][1].arrived_within(0.0):
+        while len(found := self.under_way()) >= AT_ONCE and found[0].reduction.arrived_within(0.0):
             self._finish()
         self.sent.append(bucket)
-        self._latest += 1
-        group, packing = self._groups[bucket.owners.ranks], self.packings[bucket]
+        group, packing = self.groups[bucket.owners.ranks], self.packings[bucket]
         if group.size == 1:
             own = zip(bucket.slots, gradients, strict=True)
             self._add(bucket, [(g.view(1) if g.dim() == 0 else g).to(slot.dtype) for slot, g in own])
@@ -76,17 +81,20 @@ class Reducer:
         flat = packing.pack(gradients, self.buffers)
         gradients.clear()
         self._totals.append(flat.sum())
-        if self.sums is not None:
-            self.sums.sending(bucket, packing, flat)
+        if sums is not None:
+            sums.sending(bucket, packing, flat)
         reduction = reduce_rows(packing, flat, group, tree=self.tree, number=bucket.number)
-        self._pending.append((bucket, reduction, None if len(bucket.slots) == 1 else flat))
+        self._latest.append(_UnderWay(bucket, reduction, None if len(bucket.slots) == 1 else flat, sums))
+
+    def under_way(self) -> list[_UnderWay]:
+        """What has left and is not added up yet, in order."""
+        return [*self._older, *self._latest]
 
     def begin_pass(self) -> None:
         """Before a backward that launches: finish what has left, so that one backward's packed gradients are there at
         a time. A rank that it comes from may have gone to the step instead, where all refuse it: this one goes on to
         meet it there."""
-        self._latest = 0
-        self._finish_older(PATIENCE)
+        self.finish_all(PATIENCE)
 
     def next_block(self) -> None:
         """ZeRO 3: backward has left a block. Finish what left earlier than with the block before. On NCCL, where only
@@ -96,55 +104,46 @@ class Reducer:
         two blocks before, or were leaving it, which ends with a launch (engine/zero3/gather_check.py).
         """
         if self._native:
-            self._latest = 0
+            self._age()
         self._finish_older()
+        self._age()
 
-    def _finish_older(self, patience: float | None = None) -> None:
-        """Finish what left before this was called last, or what of it arrives within a while on gloo."""
-        while len(self._pending) > self._latest:
-            bucket, reduction, _ = self._pending[0]
-            asks = not raw.is_nccl(self._groups[bucket.owners.ranks])
-            if asks and patience is not None and not reduction.arrived_within(patience):
+    def _age(self) -> None:
+        self._older.extend(self._latest)
+        self._latest.clear()
+
+    def _finish_older(self, patience: float = 0.0) -> None:
+        """Or what of it arrives within a while on gloo."""
+        while self._older:
+            if patience and not self._native and not self._older[0].reduction.arrived_within(patience):
                 break
             self._finish()
-        self._latest = 0
 
-    def finish_all(self) -> None:
+    def finish_all(self, patience: float = 0.0) -> None:
         """Wait for every reduction under way, and add its rows to `reduced`."""
-        while self._pending:
-            self._finish()
+        self._age()
+        self._finish_older(patience)
 
     @abort_group_on_interrupt()
     def _finish(self) -> None:
-        bucket, reduction, packed = self._pending[0]
-        rows = reduction.wait() if self.sums is None else self.sums.wait(bucket, reduction)
-        self._pending.popleft()
+        queue = self._older or self._latest
+        bucket, reduction, packed, sums = queue[0]
+        rows = reduction.wait() if sums is None else sums.wait(bucket, reduction)
+        queue.popleft()
         if packed is not None:
             self.buffers.give_back(packed)
         self._add(bucket, rows)
 
     def _add(self, bucket: Bucket, rows: Sequence[Tensor]) -> None:
         for slot, piece in zip(bucket.slots, rows, strict=True):
-            before = self.reduced.get(slot)
-            self.reduced[slot] = piece if before is None else before.add_(piece)
+            if (before := self.reduced.setdefault(slot, piece)) is not piece:
+                before.add_(piece)
 
     def not_finite(self, reduced: Mapping[Slot, Tensor]) -> set[int]:
         """This rank, if its own gradients of this step were not finite. `reduced`: my rows; where this rank has no
         other owner beside it, they are its own gradients. The host waits."""
         alone = [rows.sum() for slot, rows in reduced.items() if slot.owners.size == 1]
         return set() if all(map(math.isfinite, [*self._totals, *alone])) else {self._rank}
-
-    def begin_sums(self) -> None:
-        """Check the reductions and the messages of the step that begins."""
-        self.sums = ReductionSums()
-        self._context.checks.add(self.sums.messages)
-
-    def check_sums(self, mesh: Mesh) -> None:
-        """All ranks together, when all is finished: refuse the step if what was sent is not what came or was added."""
-        sums, self.sums = self.sums, None
-        if sums is not None:
-            self._context.checks.discard(sums.messages)  # an error may hold them
-            sums.check([self._groups[group.ranks] for group in self.plan.owners], mesh)
 
     def send_missing(self, mesh: Mesh) -> None:
         """After a failure, on all ranks: launch zeros until every owner of a bucket has launched it equally often."""
@@ -157,12 +156,10 @@ class Reducer:
 
     def clear(self) -> None:
         """A new step begins. Nothing may be under way."""
-        assert not self._pending, "reductions of the step before have not ended"
-        self._latest = 0
+        assert not self.under_way(), "reductions of the step before have not ended"
         self.reduced.clear()
         self.sent.clear()
         self._totals.clear()
-        self.sums = None
 
 
 def zeros_of(slot: Slot) -> Tensor:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from isograd.core.contract_table import contracts
 from isograd.core.mesh import DATA, Mesh
 from isograd.core.rng import random_state
 from isograd.engine.elementwise import is_whole
+from isograd.engine.ema import average_of
 from isograd.engine.muon import members
 from isograd.engine.plan import Slot, slot_of
 from isograd.engine.step_status import Status
@@ -78,7 +79,7 @@ def parts(engine: Engine, entries: Mapping[str, Iterable[str]] | None = None) ->
     """
     slots = {slot.name: slot for slot in engine.plan.slots}
     states = {name: _state(member, master) for member, _, name, master in _stepped(engine)}
-    found = []
+    found, average = [], average_of(engine)
     for record in engine.table:
         slot = slots.get(record.name) or slot_of(record, engine.mesh)
         found.append(_part(f"model/{record.name}", slot, engine.local_shard(record.name), engine.mesh))
@@ -88,7 +89,7 @@ def parts(engine: Engine, entries: Mapping[str, Iterable[str]] | None = None) ->
         part = _matrix if slot in engine._sharded_optimizer.across else _part
         if master.dtype != record.parameter.dtype:
             found.append(part(f"master/{record.name}", slot, master.data, engine.mesh))
-        if (average := engine._sharded_optimizer.average) is not None:
+        if average is not None:
             found.append(part(f"ema/{record.name}", slot, average.rows[record.name], engine.mesh))
         for entry in (entries or {}).get(record.name, ()):
             key, kept = f"optimizer/{entry}/{record.name}", states[record.name][entry]
@@ -346,7 +347,7 @@ def take_numbers(engine: Engine, saved: Mapping[str, Any]) -> None:
                 group[key] = _like(group.get(key), value)
     engine._sharded_optimizer.know_groups()
     if engine.loss_scale and saved["loss_scale"]:
-        engine.loss_scale._set(**saved["loss_scale"])
+        engine.step_state.change(loss_scale=replace(engine.loss_scale, **saved["loss_scale"]))
 
 
 def _like(before: Any, value: Any) -> Any:

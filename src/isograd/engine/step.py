@@ -10,7 +10,7 @@
    nothing that another rank may not have sent.
 4. `finish_reductions`, at the step: what is still here leaves. My rows arrive summed over the data axes. They are
    summed over the other partial axes of the contract (tp, ties): `now.final_shards`. The state is REDUCED.
-5. `clear` opens the next step: another `GatheredStep` takes the place of `now`.
+5. `clear` opens the next step: another `GatheredStep` takes the place of `now`, which is all that changes here.
 
     OPEN -> BACKWARD -> OPEN -> ... -> REDUCED -> OPEN      FAILED from anywhere; `abandon` leads from it to OPEN
 
@@ -25,22 +25,23 @@ mixed in any order, and a gradient that comes late leaves with the next flush.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from isograd.comm import raw
+from isograd.comm.fingerprint import fingerprint
 from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.engine import validation
-from isograd.engine.gathered import GatheredStep
-from isograd.engine.grad_placeholder import GradPlaceholder, changed_by_hand
+from isograd.engine.gathered import AutogradRun, GatheredStep, Inconsistent, Phase, State
+from isograd.engine.grad_placeholder import GradPlaceholder, changed_by_hand, set_grads, take_grad
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.precision import LossScale
 from isograd.engine.reducer import Reducer, ReduceWhen, zeros_of
@@ -50,37 +51,6 @@ from isograd.engine.zero3.param_group import Zero3Hooks
 from isograd.errors import EngineError, headline
 
 _DISCARDED = "_isograd_discarded"  # of an exception: the steps that were dropped with it
-
-
-class State(Enum):
-    """Where a step stands. Each method of StepState asserts the states that it may be called in."""
-
-    OPEN = "open"  # between backwards
-    BACKWARD = "in a backward"
-    REDUCED = "reduced"  # every sum is complete; a further backward opens it again
-    FAILED = "failed"  # takes nothing more; all ranks refuse the step
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One run of autograd."""
-
-    reduces: bool  # no later run of this backward reaches the same parameters: their buckets may leave
-    discard: bool  # for the other ranks only, which gather parameters with this one
-    factor: Tensor | None = None  # that a half-precision loss could not be seeded with
-    no_loss: Tensor | None = None  # on a GPU: whether the loss is a mean over nothing
-
-
-@dataclass(frozen=True)
-class Phase:
-    """The state of a step, and what there is in that state alone."""
-
-    state: State = State.OPEN
-    failure: str | None = None  # why it is FAILED
-    when: ReduceWhen = ReduceWhen.STEP  # the buckets of the running backward leave
-    unsent: list[Bucket] = field(default_factory=list)  # by it, in the order in which they leave
-    missing: dict[Bucket, set[Slot]] = field(default_factory=dict)  # gradients that it has not finished
-    run: _Run | None = None  # under way
 
 
 class StepState:
@@ -95,46 +65,41 @@ class StepState:
         keep_full: bool = False,
         units: Zero3Hooks | None = None,
         loss_scale: LossScale | None = None,
-        withholds: bool = True,
+        masters: Mapping[str, nn.Parameter] | None = None,
         widest: int = 0,
     ) -> None:
         """keep_full: the memory of gradients that have left is kept, for whole gradients to be gathered into.
         widest: how many parameters the stage has that has most; 0: all have as many.
-        withholds: False leaves `.grad` between backwards to the caller."""
+        masters: what the optimizer steps; `.grad` is withheld between backwards, there and of parameters. None: it is
+        the caller's."""
         self.plan, self.mesh, self.reproducible, self.units = plan, mesh, reproducible, units
-        self.keep_full, self.loss_scale = keep_full, loss_scale
-        self.widest = widest or len(plan.slots)
-        self.optimizer_inconsistent: str | None = None  # why no step can be right until a checkpoint is loaded
+        self.keep_full, self.widest = keep_full, widest or len(plan.slots)
         self.made_at = validation.user_line()
         self.taken_over: list[str] = []  # where Engines were made that have taken parameters over
-        self.now = GatheredStep(TermWeights(mesh))
-        self.phase = Phase()
+        self.now = GatheredStep(TermWeights(mesh), loss_scale)
         self.left_by_others: set[int] = set()  # values of `ended` behind steps that others discard, in no handler
-        self._versions: dict[int, int] = {}  # of parameters (ids), as an optimizer has left them
         self.reducer = Reducer(plan, mesh, tree=reproducible)
         self.status_group = mesh.group("world", "step")  # of the gather of a step; no layer's message travels on it
         self._slots = {id(slot.parameter): slot for slot in plan.slots}
         self._home = {slot: bucket for bucket in plan.buckets for slot in bucket.slots}
-        # What withholds `.grad` between backwards, once used: of the parameter, and of what is stepped in its place.
-        self._placeholders: dict[Slot, list[tuple[nn.Parameter, GradPlaceholder]]] = {
-            slot: [(slot.parameter, GradPlaceholder(slot.parameter, slot.name))] for slot in plan.slots if withholds
-        }
+        shown = {} if masters is None else {s: dict.fromkeys((s.parameter, masters[s.name])) for s in plan.slots}
+        # What withholds `.grad`, once used: of the parameter, and of what is stepped in its place.
+        self._placeholders = {s: [(each, GradPlaceholder(each, s.name)) for each in seen] for s, seen in shown.items()}
 
     @property
     def state(self) -> State:
         """Where the step stands."""
-        return self.phase.state
+        return self.now.phase.state
+
+    @property
+    def optimizer_inconsistent(self) -> str | None:
+        """Why no step can be right until a checkpoint is loaded."""
+        return None if self.now.inconsistent is None else self.now.inconsistent.why
 
     @property
     def ended(self) -> int:
         """Steps that were taken or dropped."""
         return self.now.ended
-
-    def withhold_masters(self, masters: dict[str, nn.Parameter]) -> None:
-        """Tensors that the optimizer steps in place of parameters: their `.grad` is withheld, too."""
-        for slot, seen in self._placeholders.items():
-            if masters[slot.name] is not slot.parameter:
-                seen.append((masters[slot.name], GradPlaceholder(masters[slot.name], slot.name)))
 
     @contextmanager
     def backward(self, reduce_when: ReduceWhen) -> Iterator[StepState]:
@@ -150,25 +115,34 @@ class StepState:
                     raise
             raise
 
+    def change(self, **fields: Any) -> None:
+        """What is written of a step from its first backward to its end."""
+        self.now = replace(self.now, **fields)
+
     def mark_inconsistent(self, why: str) -> None:
         """Copies of parameters may differ: no step is right until a checkpoint is loaded."""
-        if self.optimizer_inconsistent is None:
-            self.optimizer_inconsistent = why  # before others' optimizers write, there are no versions to remember
-            self._versions.update({id(slot.parameter): slot.parameter._version for slot in self._placeholders})
+        if self.now.inconsistent is None:  # before others' optimizers write, there are no versions to remember
+            versions = {id(slot.parameter): slot.parameter._version for slot in self._placeholders}
+            self.change(inconsistent=Inconsistent(why, versions))
+
+    def shows_own_sum(self, parameter: Tensor) -> bool:
+        """Whether `.grad` shows this rank's own sum: to the caller of a front, between backwards."""
+        return not self._placeholders and self._slots.get(id(parameter)) in self.now.local
 
     def torn(self, parameter: Tensor) -> str | None:
         """Why this parameter may have half a step, if it does and nothing has been written into it since then."""
-        same = self._versions.get(id(parameter), parameter._version) == parameter._version
-        return self.optimizer_inconsistent if same else None
+        found, version = self.now.inconsistent, parameter._version
+        same = found is not None and found.versions.get(id(parameter), version) == version
+        return found.why if found is not None and same else None
 
     def mark_consistent(self) -> None:
         """They are equal again, on all ranks."""
-        self.optimizer_inconsistent = None
+        self.change(inconsistent=None)
 
     def fail(self, reason: BaseException | str) -> None:
         """The step cannot be finished; ranks are told at its gather."""
-        why = self.phase.failure or (headline(reason) if isinstance(reason, BaseException) else reason)
-        self.phase = replace(self.phase, state=State.FAILED, failure=why)
+        why = self.now.phase.failure or (headline(reason) if isinstance(reason, BaseException) else reason)
+        self.change(phase=replace(self.now.phase, state=State.FAILED, failure=why))
 
     def backward_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool = True) -> bool:
         """Backward from a loss: gradients of loss * weight. `last`: they may leave. False: they count for nothing."""
@@ -186,20 +160,12 @@ class StepState:
 
     def add_weight(self, weight: Tensor | float, loss: Tensor | None = None) -> None:
         """Of a backward, and its loss where that is not told by others."""
-        self.now = replace(self.now, weight=self.now.weight + weight)
+        self.change(weight=self.now.weight + weight)
         if loss is not None:
             self.now.losses.append(weighted(loss.detach().double().reshape(()), torch.as_tensor(weight)))
 
-    def begin_terms(self, weights: TermWeights) -> None:
-        """All ranks have agreed on the weights of the step's terms."""
-        self.now = replace(self.now, term_weights=weights)
-
-    def watch(self, watcher: Callable[[Slot, Tensor], None] | None) -> None:
-        """Show each gradient of this step as autograd has made it."""
-        self.now = replace(self.now, watcher=watcher)
-
     def backward_discarded(self, loss: Tensor, weight: Tensor | float) -> None:
-        """Backward from a loss as `backward_loss` does it; the step gathers nothing of it. For `watcher`."""
+        """Backward from a loss as `backward_loss` does it; the step gathers nothing but prints of it."""
         self.must_be(State.BACKWARD)
         self._seeded(loss, number_on(loss.device, weight), last=False, discard=True)
 
@@ -231,12 +197,12 @@ class StepState:
         return roots, seeds, left_out
 
     def _as_gradients(self, roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
-        scale = self.loss_scale.value if self.loss_scale else 1.0
+        scale = self.now.loss_scale.value if self.now.loss_scale else 1.0
         return [(seed * scale).to(root.dtype).expand_as(root) for root, seed in zip(roots, seeds, strict=True)]
 
     def _seeded(self, loss: Tensor, count: Tensor, *, last: bool, discard: bool, counts: bool = False) -> None:
         """`counts`: the host knows that the weight is not zero."""
-        seed, factor = count * (self.loss_scale.value if self.loss_scale else 1.0), None
+        seed, factor = count * (self.now.loss_scale.value if self.now.loss_scale else 1.0), None
         if loss.dtype in (torch.float16, torch.bfloat16):  # 1,003 would become 1,000: seed with a power of two
             validation.refuse_half_loss(loss, self.mesh, in_one_run=last or discard)
             largest = 15.0 if loss.dtype == torch.float16 else 100.0
@@ -261,25 +227,25 @@ class StepState:
         self.must_be(State.BACKWARD)
         if not roots:
             return
-        with self._running(_Run(last and self.phase.when is not ReduceWhen.STEP, discard, **of_half)):
+        with self._running(AutogradRun(last and self.now.phase.when is not ReduceWhen.STEP, discard, **of_half)):
             torch.autograd.backward(roots, seeds)
 
     @contextmanager
     def join_backward(self, loss: Tensor, weight: Tensor | float) -> Iterator[None]:
         """Another engine's backward in here, of a loss that reaches these parameters, is this step's, too."""
-        with self._running(_Run(reduces=False, discard=validation.adds_nothing(loss, weight, self.mesh))):
+        with self._running(AutogradRun(reduces=False, discard=validation.adds_nothing(loss, weight, self.mesh))):
             yield
         self.add_weight(number_on(loss.device, weight), loss)
 
     @contextmanager
-    def _running(self, run: _Run) -> Iterator[None]:
+    def _running(self, run: AutogradRun) -> Iterator[None]:
         if self.units is not None:
             self.units.begin_backward(self._on_block_done if run.reduces else None)
         try:
-            self.phase = replace(self.phase, run=run)
+            self.change(phase=replace(self.now.phase, run=run))
             yield
         finally:
-            self.phase = replace(self.phase, run=None)
+            self.change(phase=replace(self.now.phase, run=None))
             if self.units is not None:  # it tells the other ranks when an exception is on its way
                 self.units.end_backward()
 
@@ -293,13 +259,14 @@ class StepState:
         """A gradient of such a parameter that came later (nn/split_backward.py). `last`: as in `run_backward`."""
         self.must_be(State.BACKWARD)
         self._taken_in(slot := self._slots[id(parameter)], gradient)
-        if last and self.phase.when is ReduceWhen.GRAD_READY:
+        if last and self.now.phase.when is ReduceWhen.GRAD_READY:
             self.on_grad_ready(slot)
 
     def _taken_in(self, slot: Slot, gradient: Tensor) -> None:
-        if self.now.watcher is not None:
-            self.now.watcher(slot, gradient)
-        if self.phase.run is None or not self.phase.run.discard:
+        discards = self.now.phase.run is not None and self.now.phase.run.discard
+        if self.now.prints is not None and (discards or not self.now.losses):
+            self.now.prints.setdefault(slot, fingerprint(gradient))
+        if not discards:
             self.collect(slot, gradient)
 
     def begin(self, reduce_when: ReduceWhen) -> None:
@@ -310,12 +277,11 @@ class StepState:
             if self.units is not None:  # the others may have begun theirs, and wait for this rank
                 self.units.abort(headline(error))
             raise error
-        for slot in self.now.used & self._placeholders.keys():
-            slot.parameter.grad = None
+        set_grads((slot.parameter, None) for slot in self.now.used & self._placeholders.keys())
         unsent = [] if reduce_when is ReduceWhen.STEP else list(self.plan.buckets)
-        self.phase = Phase(State.BACKWARD, None, reduce_when, unsent, {b: set(b.slots) for b in unsent})
+        phase = Phase(State.BACKWARD, None, reduce_when, unsent, {b: set(b.slots) for b in unsent})
+        self.change(phase=phase, synced_backwards=self.now.synced_backwards + bool(unsent))
         if unsent:
-            self.now = replace(self.now, synced_backwards=self.now.synced_backwards + 1)
             self.reducer.begin_pass()
 
     def must_be(self, *states: State) -> None:
@@ -328,7 +294,7 @@ class StepState:
             self.status_group.refuse_closed()  # nothing can drop the step
             if self.units is not None:  # the others may have begun theirs, and wait for this rank
                 self.units.abort("refused a backward: an earlier one had failed")
-            raise EngineError("IG550", seen=self.phase.failure, where=self.mesh.describe_rank(), failed="this rank")
+            raise EngineError("IG550", seen=self.now.phase.failure, where=self.mesh.describe_rank(), failed="this rank")
         allowed = " or ".join(state.value for state in states)
         raise EngineError("IG552", where=self.mesh.describe_rank(), state=self.state.value, allowed=allowed)
 
@@ -345,8 +311,7 @@ class StepState:
 
     def arrived(self, slot: Slot, _: Tensor) -> None:
         """Called when a gradient has been accumulated into `slot.parameter.grad`."""
-        gradient, slot.parameter.grad = slot.parameter.grad, None
-        phase = self.phase
+        gradient, phase = take_grad(slot.parameter), self.now.phase
         if phase.run is None:
             raise EngineError("IG510", where=self.mesh.describe_rank(), name=slot.name, made_at=self.made_at)
         if gradient is not None:
@@ -357,7 +322,7 @@ class StepState:
     def collect(self, slot: Slot, gradient: Tensor) -> None:
         """Add to this rank's own sum."""
         self.now.used.add(slot)
-        before, run = self.now.local.get(slot), self.phase.run
+        before, run = self.now.local.get(slot), self.now.phase.run
         if run is not None and run.factor is not None:
             gradient = gradient.to(slot.dtype) * run.factor.to(slot.dtype)
         if run is not None and run.no_loss is not None:
@@ -366,13 +331,9 @@ class StepState:
             gradient = gradient.to(slot.dtype)
         self.now.local[slot] = gradient if before is None else before.to(slot.dtype).add_(gradient)
 
-    def forget_own(self) -> None:
-        """This rank's own sums were cleared by the user, and their weight with them."""
-        self.now = replace(self.now, weight=0.0, local={}, used=set())
-
     def on_grad_ready(self, slot: Slot) -> None:
         """GRAD_READY: this backward has finished the slot's gradient. Buckets leave in the plan's order."""
-        unsent, missing = self.phase.unsent, self.phase.missing
+        unsent, missing = self.now.phase.unsent, self.now.phase.missing
         missing[self._home[slot]].discard(slot)
         while unsent and not missing[unsent[0]]:
             self._launch(unsent.pop(0))
@@ -381,9 +342,9 @@ class StepState:
         """BLOCK_DONE: backward has left these parameters (ids) behind, on every data rank at the same point: all their
         buckets leave, whether this rank has used them or not."""
         self.reducer.next_block()
-        for bucket in list(self.phase.unsent):
+        for bucket in list(self.now.phase.unsent):
             if all(id(slot.parameter) in parameters for slot in bucket.slots):
-                self.phase.unsent.remove(bucket)
+                self.now.phase.unsent.remove(bucket)
                 self._launch(bucket)
 
     @torch.no_grad()
@@ -392,12 +353,11 @@ class StepState:
         if self.reproducible:
             self.now.tree.grow([self._taken(slot) for slot in self.plan.slots])
         else:
-            self._flush(self.phase.unsent)
+            self._flush(self.now.phase.unsent)
         if self.units is not None:
             self.units.all_ended()
-        for parameter, stand_in in (pair for slot in self.now.used for pair in self._placeholders.get(slot, ())):
-            parameter.grad = stand_in
-        self.phase = Phase()
+        set_grads(pair for slot in self.now.used for pair in self._placeholders.get(slot, ()))
+        self.change(phase=Phase())
 
     def _flush(self, unsent: list[Bucket]) -> None:
         if unsent and self.units is not None:
@@ -410,7 +370,7 @@ class StepState:
         gradients = [self._taken(slot) for slot in bucket.slots]
         if self.keep_full:
             self.now.full.update(zip(bucket.slots, gradients, strict=True))
-        self.reducer.launch(bucket, gradients)
+        self.reducer.launch(bucket, gradients, self.now.sums)
 
     def _taken(self, slot: Slot) -> Tensor:
         """A gradient out of `now.local`; zeros for a parameter that this rank did not use."""
@@ -423,11 +383,14 @@ class StepState:
         self.must_be(State.OPEN, State.REDUCED)
         if flush:
             if self.now.tree:
-                self.now.local.update(zip(self.plan.slots, self.now.tree.cut(), strict=True))
+                self.change(local=dict(zip(self.plan.slots, self.now.tree.cut(), strict=True)))
             self._flush(list(self.plan.buckets))
         with record_function("isograd: reduce gradients"):
             self.reducer.finish_all()
-        self.reducer.check_sums(self.mesh)
+        if (sums := self.now.sums) is not None:
+            self.change(sums=None)
+            self.status_group.context.checks.discard(sums.messages)  # an error may hold them
+            sums.check(self.reducer.groups.values(), self.mesh)
         reduced = {slot: self.reducer.reduced.pop(slot) for slot in list(self.reducer.reduced)}
         # Sorted, because the two stages of a tie hold it at different places among their parameters.
         for axes in sorted({axes for slot in reduced for axes in slot.contract.partial_over}, reverse=True):
@@ -435,8 +398,7 @@ class StepState:
             self._all_reduce_partials(axes, owing, reduced)
         before = self.now.final_shards
         shards = {slot: before[slot].add_(rows) if slot in before else rows for slot, rows in reduced.items()}
-        self.now = replace(self.now, final_shards=before | shards)
-        self.phase = Phase(State.REDUCED)
+        self.change(final_shards=before | shards, phase=Phase(State.REDUCED))
 
     def _all_reduce_partials(self, axes: str, slots: Sequence[Slot], reduced: dict[Slot, Tensor]) -> None:
         """Sum the rows of these slots over `axes`, in as few messages as there are dtypes."""
@@ -458,15 +420,13 @@ class StepState:
     def clear(self, unread: Callable[[], object] | None = None) -> None:
         """Everything of this step is dropped, and the next one is open. Nothing may be on its way. unread: waits for
         what the card says of this step, and raises what is refused."""
-        for parameter, _ in (pair for shown in self._placeholders.values() for pair in shown):
-            parameter.grad = None
+        set_grads((parameter, None) for shown in self._placeholders.values() for parameter, _ in shown)
         self.reducer.clear()
-        self.now = GatheredStep(self.now.term_weights.next_step(), self.now.ended + 1, unread)
-        self.phase = Phase()
+        self.now = self.now.next_step(unread)
 
     def abandon(self) -> None:
         """All ranks together: drop the step. What is on its way lands first, and nothing of it is kept."""
-        self.now = replace(self.now, tree=Tree(), local={}, final_shards={}, full={})  # now: one may be out of memory
+        self.change(tree=Tree(), local={}, final_shards={}, full={})  # now: one may be out of memory
         self.reducer.send_missing(self.mesh)
         self.reducer.finish_all()
         if self.units is not None:

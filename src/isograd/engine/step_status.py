@@ -122,7 +122,7 @@ def gather_step_status(
     table that has a part on cards.
     """
     problem = step_state.optimizer_inconsistent or (
-        step_state.phase.failure if wrong is None else str(wrong).splitlines()[0]
+        step_state.now.phase.failure if wrong is None else str(wrong).splitlines()[0]
     )
     if step_state.optimizer_inconsistent and status not in (Status.DISCARDS, Status.OPENS):
         status = Status.INCONSISTENT
@@ -245,7 +245,7 @@ def refuse_failed(table: StepStatus, step_state: StepState, problem: str | None,
             seen = f"engine.begin, or a first backward of terms, on ranks {begins}; step() or grads() on the others"
             raise EngineError("IG566", seen=seen, where=mesh.describe_rank())
         return
-    reasons = all_gather_object(problem or step_state.phase.failure, mesh)
+    reasons = all_gather_object(problem or step_state.now.phase.failure, mesh)
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if this_rank_discards:
         return

@@ -25,15 +25,16 @@ from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
 from isograd.comm.fingerprint import first_unlike
 from isograd.core.contract_table import ContractRow, ContractTable
 from isograd.core.mesh import DATA, STAGE, Mesh
-from isograd.engine.grad_placeholder import OWN_SUM, GradPlaceholder
+from isograd.engine.grad_placeholder import GradPlaceholder, set_grads
 from isograd.engine.plan import Plan, Slot
 from isograd.engine.precision import LossScale
+from isograd.engine.zero3.deferred_init import place
 from isograd.engine.zero3.module_hooks import Handles, owner_of
 from isograd.errors import EngineError, IsogradError, headline
 from isograd.nn.fp32_sums import needing_fp32_sums
 from isograd.pipeline import Pipeline
 
-_OURS = "_isograd_hook"  # marks functions of isograd, which change no gradient: an engine's, the verifier's
+_OURS = "_isograd_hook"  # marks functions of the verifier, which change no gradient
 T = TypeVar("T")
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "DeepSpeedEngine")
 
@@ -118,19 +119,12 @@ def check_together(check: Callable[[], T], mesh: Mesh) -> T:
     )
 
 
-def check_pipeline(model: nn.Module, mesh: Mesh, reproducible: bool) -> None:
-    """Refuse a model that is not cut into the stages of the layout."""
-    if mesh.size("pp") > 1 and not isinstance(getattr(model, "chunks", None), dict):
-        raise EngineError("IG519", seen=type(model).__name__, where=mesh.describe_rank(), layout=str(mesh.layout))
-    if mesh.size("pp") > 1 and reproducible:
-        raise EngineError("IG520", seen=f"reproducible=True under {str(mesh.layout)!r}", where=mesh.describe_rank())
-
-
-def pipeline_of(model: nn.Module, mesh: Mesh, reproducible: bool) -> Pipeline | None:
+def pipeline_of(model: nn.Module, mesh: Mesh) -> Pipeline | None:
     """The stages of this rank, for a layout with a pipeline."""
-    check_pipeline(model, mesh, reproducible)
     if mesh.size("pp") == 1:
         return None
+    if not isinstance(getattr(model, "chunks", None), dict):
+        raise EngineError("IG519", seen=type(model).__name__, where=mesh.describe_rank(), layout=str(mesh.layout))
     refuse: Callable[[Any], None] = getattr(model, "refuse_micro", None) or (lambda micro: None)
     return Pipeline(model, model.chunks, mesh, refuse)  # type: ignore[arg-type]
 
@@ -140,13 +134,14 @@ def detach_previous_engine(model: nn.Module, mesh: Mesh) -> None:
     rank's own sum, and what any rank has sent of it lands first, or it would meet the messages of the next holder.
     An engine of stage 3 keeps shards only: the next one of the model starts from whole parameters."""
     found = [getattr(getattr(p, "_isograd_hooks", None), "holder", None) for p in model.parameters()]
+    shown = zip(model.parameters(), found, strict=True)
+    set_grads(
+        [(p, None) for p, h in shown if isinstance(p.grad, GradPlaceholder) or (h is not None and h.shows_own_sum(p))]
+    )
     holders = [h for h in dict.fromkeys(found) if h is not None and h.status_group.transport is not None]
     if any(all_gather_object(any(holder.reducer.sent for holder in holders), mesh)):
         for holder in holders:
             holder.abandon()
-    for parameter in model.parameters():
-        if isinstance(parameter.grad, GradPlaceholder) or getattr(parameter.grad, OWN_SUM, False):
-            parameter.grad = None
     before = owner_of(model)
     if before is not None:
         before.dissolve()
@@ -157,25 +152,22 @@ def check_options(
 ) -> None:
     """What one rank can say of its own model and options."""
     refuse_wrapped(model, mesh)
-    check_pipeline(model, mesh, reproducible)
-    check_accumulation(accumulate, mesh, overlap=overlap, reproducible=reproducible)
+    pipeline_of(model, mesh)
+    if mesh.size("pp") > 1 and reproducible:
+        raise EngineError("IG520", seen=f"reproducible=True under {str(mesh.layout)!r}", where=mesh.describe_rank())
+    asked = {"overlap=False": not overlap, "reproducible=True": reproducible, "a pipeline": mesh.size("pp") > 1}
+    against = [what for what, given in asked.items() if given]
+    what, expected = "no such way to accumulate", "'local' or 'sharded'"
+    if accumulate == "sharded" and against:
+        what = f"gradients cannot be reduced after each micro-batch with {' and '.join(against)}"
+        expected = "accumulate='local': these reduce once in a step"
+    if (accumulate == "sharded" and against) or accumulate not in ("local", "sharded"):
+        seen = f"accumulate={accumulate!r}"
+        raise EngineError("IG532", what, seen=seen, expected=expected, where=mesh.describe_rank())
     if offload and mesh.layout.zero == 0:  # whole parameters are stepped
         raise EngineError("IG527", seen=f"offload=True under {str(mesh.layout)!r}", where=mesh.describe_rank())
     if offload and mesh.device.type == "cpu" and mesh.rank == 0:
         warnings.warn("offload=True has no effect on the CPU: it has no second memory", stacklevel=2)
-
-
-def check_accumulation(mode: str, mesh: Mesh, *, overlap: bool, reproducible: bool) -> None:
-    """Refuse a way to accumulate that is unknown, or that another option contradicts."""
-    asked = {"overlap=False": not overlap, "reproducible=True": reproducible, "a pipeline": mesh.size("pp") > 1}
-    against = [what for what, given in asked.items() if given]
-    what, expected = "no such way to accumulate", "'local' or 'sharded'"
-    if mode == "sharded" and against:
-        what = f"gradients cannot be reduced after each micro-batch with {' and '.join(against)}"
-        expected = "accumulate='local': these reduce once in a step"
-    elif mode in ("local", "sharded"):
-        return
-    raise EngineError("IG532", what, seen=f"accumulate={mode!r}", expected=expected, where=mesh.describe_rank())
 
 
 def refuse_shared_elements(plan: Plan, mesh: Mesh) -> None:
@@ -225,7 +217,7 @@ def check_plan(plan: Plan, table: ContractTable, model: nn.Module, mesh: Mesh) -
                 raise EngineError("IG502", seen=seen, where=mesh.describe_rank(), differing=differing, axes=axes)
     refuse_shared_elements(plan, mesh)
     for slot in plan.slots:
-        slot.parameter.data = slot.parameter.data.contiguous()
+        place(slot.parameter, slot.parameter.data.contiguous())
 
 
 def _digest(value: object) -> str:
@@ -341,7 +333,8 @@ def refuse_half_loss(loss: Tensor, mesh: Mesh, *, in_one_run: bool) -> None:
 def hooks_of(parameter: nn.Parameter) -> int:
     """How many functions of the program are called when a gradient has been accumulated into `.grad`."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return sum(not hasattr(hook, _OURS) for hook in hooks.values())
+    ours = {handle.id for handle in getattr(parameter, "_isograd_hooks", ())}
+    return sum(key not in ours and not hasattr(hook, _OURS) for key, hook in hooks.items())
 
 
 def is_watched(parameter: nn.Parameter) -> bool:
@@ -375,19 +368,11 @@ def replace_hook(
         last.taken_over.append(holder.made_at)
         if (why := last.torn(parameter)) is not None:
             holder.mark_inconsistent(f"{why} (in a step of the Engine made at {last.made_at})")
-    setattr(has_arrived, _OURS, True)
     handles = [parameter.register_post_accumulate_grad_hook(has_arrived)]
     if entering is not None:
         enters = WeakMethod(entering)
         handles.append(parameter.register_hook(lambda g: None if (m := enters()) is None else m(g)))
     parameter._isograd_hooks = Handles(handles, holder, arrived)  # type: ignore[attr-defined]
-
-
-def refuse_options(given: Mapping[str, object], only: Mapping[str, object], mesh: Mesh) -> None:
-    """Of torch's DistributedDataParallel: what would ask for something else than is done."""
-    wrong = {name: value for name, value in given.items() if name not in only or value != only[name]}
-    if wrong:
-        raise EngineError("IG533", seen=wrong, where=mesh.describe_rank(), options=dict(only))
 
 
 def refuse_cut(table: ContractTable, mesh: Mesh) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from isograd.core.mesh import Mesh
-from isograd.engine.grad_placeholder import OWN_SUM
+from isograd.engine.grad_placeholder import set_grads
 from isograd.engine.plan import Slot
 from isograd.engine.step import StepState
 from isograd.errors import EngineError
@@ -43,6 +44,8 @@ class _Now:
     left: dict[Slot, tuple[Tensor, int]] = field(default_factory=dict)  # what we have put into `.grad`; its version
     own: bool = False  # whether that is this rank's own sum
     drops: int = 0  # windows that were dropped
+    opened: int = 0  # steps of optimizers that were begun, and are not over, where they say so
+    steps: int = 0  # that were taken
 
 
 class Window:
@@ -51,6 +54,10 @@ class Window:
     def __init__(self, step_state: StepState) -> None:
         self.step_state, self.slots = step_state, step_state.plan.slots
         self.now = _Now()
+
+    def change(self, **fields: Any) -> None:
+        """What is written of it."""
+        self.now = replace(self.now, **fields)
 
     def open(self) -> None:
         """Before the first gradient of a backward arrives. `.grad` becomes None: autograd puts the new one there."""
@@ -65,21 +72,23 @@ class Window:
             known = {slot: slot.parameter.grad for slot in self.slots if slot not in cleared}
             before = {slot: gradient for slot, gradient in known.items() if gradient is not None}
             running = replace(running, before=running.before | before)
-        for slot in self.slots:
-            slot.parameter.grad = None
+        set_grads((slot.parameter, None) for slot in self.slots)
         self.now = replace(now, running=running, left={})
 
     def _open_own(self, cleared: list[Slot]) -> _Running:
         step_state, running = self.step_state, self.now.running
         if cleared and len(cleared) == len(self.now.left):
-            step_state.forget_own()
+            step_state.change(weight=0.0, local={}, used=set())
             running = _Running()
         elif cleared:
             running = replace(running, torn=True)
-        for slot, own in step_state.now.local.items():  # it may have been edited; of half precision it is a copy
-            shown = slot.parameter.grad
-            if shown is not None and shown is not own and shown._version != self.now.left[slot][1]:
-                step_state.now.local.update({slot: shown.to(slot.dtype)})
+        shown = {slot: (slot.parameter.grad, own) for slot, own in step_state.now.local.items()}
+        edited = {  # of half precision it is a copy
+            slot: gradient.to(slot.dtype)
+            for slot, (gradient, own) in shown.items()
+            if gradient is not None and gradient is not own and gradient._version != self.now.left[slot][1]
+        }
+        step_state.change(local=step_state.now.local | edited)
         return running
 
     def _is_cleared(self, slot: Slot) -> bool:
@@ -94,13 +103,13 @@ class Window:
         plain, now, running = weight is None, self.now, self.now.running
         unknown = running.unknown or (plain and not known)
         running = replace(running, backwards=running.backwards + 1, unknown=unknown)
-        self.now = replace(now, running=running, plain=now.plain or plain, weighed=now.weighed or not plain)
+        self.change(running=running, plain=now.plain or plain, weighed=now.weighed or not plain)
         self.step_state.add_weight(rows if weight is None else weight)
 
-    def columns(self, steps: int) -> dict[str, Tensor]:
-        """What the other ranks must know, for the gather of a reduction. `steps`: that optimizers have taken."""
+    def columns(self) -> dict[str, Tensor]:
+        """What the other ranks must know, for the gather of a reduction."""
         weights = self.now.plain, self.now.weighed
-        known = {"weights": weights, "backwards": (self.now.running.backwards,), "steps": (steps,)}
+        known = {"weights": weights, "backwards": (self.now.running.backwards,), "steps": (self.now.steps,)}
         return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in known.items()}
 
     def problem(self, mesh: Mesh) -> EngineError | None:
@@ -150,14 +159,9 @@ class Window:
         It cannot be put back. Ranks hear of a failure at different times, and a program that catches it and calls
         `zero_grad` does so before that on the rank that failed, where it would come back, and after it on the others.
         """
-        self._leave({}, _Now(drops=self.now.drops + 1))
+        self._leave({}, _Now(drops=self.now.drops + 1, opened=self.now.opened, steps=self.now.steps))
 
     def _leave(self, gradients: Mapping[Slot, Tensor | None], now: _Now) -> None:
-        left = {}
-        for slot in self.slots:
-            gradient = gradients.get(slot)
-            slot.parameter.grad = None if gradient is None else gradient.to(slot.parameter.dtype)
-            if slot.parameter.grad is not None:
-                setattr(slot.parameter.grad, OWN_SUM, now.own)
-                left[slot] = slot.parameter.grad, slot.parameter.grad._version
-        self.now = replace(now, left=left)
+        found = {slot: g.to(slot.parameter.dtype) for slot, g in gradients.items() if g is not None}
+        set_grads((slot.parameter, found.get(slot)) for slot in self.slots)
+        self.now = replace(now, left={slot: (gradient, gradient._version) for slot, gradient in found.items()})

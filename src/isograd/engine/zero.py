@@ -31,6 +31,7 @@ from isograd.core.attributes import set_attributes
 from isograd.core.mesh import Mesh
 from isograd.engine import muon
 from isograd.engine.elementwise import refuse_pieces
+from isograd.engine.grad_placeholder import set_grads
 from isograd.engine.muon import TensorParallelMuon
 from isograd.engine.packing import gather_rows
 from isograd.engine.plan import Bucket, Plan, Slot
@@ -167,8 +168,6 @@ class ShardedOptimizer:
         slots = {id(self.masters[slot.name]): slot for slot in plan.slots}
         refuse_pieces(self.optimizer, slots, by_rows=stage > 0, elementwise=elementwise)
         self._stepping = False
-        self.average: Any = None  # a WeightAverage of these masters, if the run keeps one (ema.py)
-        self.writes = 0  # how often the optimizer has begun to write
         self._by_rows = stage > 0 and any(slot.cut_by_rows for slot in plan.slots)
         self._in_fp32 = all(slot.dtype == torch.float32 for slot in plan.slots)
         self._members = dict.fromkeys([self.optimizer, *muon.members(self.optimizer)])
@@ -281,8 +280,8 @@ class ShardedOptimizer:
             gradient = (collected if slot in self.across else gradients).get(slot)
             master = self.masters[slot.name]
             here = gradient is not None and gradient.numel() and slot.name not in unused
-            master.grad = gradient.to(master.device) if gradient is not None and here else None
-        self.writes += 1
+            set_grads([(master, gradient.to(master.device) if gradient is not None and here else None)])
+        step_state.change(writes=step_state.now.writes + 1)
         numbers: dict[str, Tensor | None] = {}
         if verdict is not None:
             numbers = {"grad_scale": verdict.divisor, "found_inf": verdict.refused}
@@ -295,10 +294,7 @@ class ShardedOptimizer:
                 self.optimizer.step()
         except BaseException as error:
             raised = error
-        for master in self.masters.values():
-            master.grad = None
-        if self.average is not None and raised is None:
-            self.average.stepped()
+        set_grads((master, None) for master in self.masters.values())
         self._write_back(step_state.reducer)
         return raised
 
@@ -312,7 +308,7 @@ class ShardedOptimizer:
     def takes_verdicts(self) -> bool:
         """Whether a step can be refused on the card, and then leaves everything as it was."""
         hooks = [_global_optimizer_post_hooks, *(one._optimizer_step_post_hooks for one in self._members)]
-        moves = self.offload or self.average is not None or bool(self.across.slots) or any(hooks)
+        moves = self.offload or bool(self.across.slots) or any(hooks)
         return not moves and self._divides(1.0) and all(map(_has_state, muon.members(self.optimizer)))
 
     def know_groups(self) -> None:
@@ -360,10 +356,10 @@ class ShardedOptimizer:
         for slot, edited in wholes.items():
             _take([edited], [self.masters[slot.name]])
 
-    def moved(self, reducer: Reducer) -> None:
+    def moved(self, step_state: StepState) -> None:
         """The masters have new values without a step."""
-        self.writes += 1
-        self._write_back(reducer)
+        step_state.change(writes=step_state.now.writes + 1)
+        self._write_back(step_state.reducer)
 
     @torch.no_grad()
     def _write_back(self, reducer: Reducer) -> None:

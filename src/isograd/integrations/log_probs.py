@@ -57,7 +57,7 @@ class SharedLoss:
             _in_stages(trainer.model, self._loss)
             if reference is not None:
                 _in_stages(reference, trainer.compute_ref_log_probs)
-        self._references = None if reference is None else pipeline_of(reference, mesh, False)
+        self._references = None if reference is None else pipeline_of(reference, mesh)
 
     def _loss(self, model: Any, micro: Mapping[str, Any]) -> tuple[Tensor, float | Tensor]:
         """Of a micro-batch, by TRL's code; its weight."""

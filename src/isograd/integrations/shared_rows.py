@@ -56,7 +56,7 @@ class RowParts:
             self.loss = torch.full((), math.nan, device=self._mesh.device)
             return _LossOfStep(self.loss, self._mesh)
         model: Any = getattr(self.whole_rows, "__self__", None)
-        stages = pipeline_of(model, self._mesh, False)
+        stages = pipeline_of(model, self._mesh)
         found: Any = stages and stages.evaluate([rows])  # of the last stage
         sums = [float(found[0][0] * found[0][1]), float(found[0][1])] if found else [0.0, 0.0]
         total = torch.tensor(sums, dtype=torch.float64, device=self._mesh.device)

@@ -167,11 +167,11 @@ def _name_states(engine: Engine, allocations: Allocations) -> None:
     for slot in engine.plan.slots:
         allocations.name(engine._sharded_optimizer.masters[slot.name], OPTIMIZER, "masters")
     for record in engine.table:
-        if engine._units is None or engine._units.params[id(record.parameter)].mine.dtype == record.parameter.dtype:
+        if engine._units is None or engine._units.params[id(record.parameter)].now.mine.dtype == record.parameter.dtype:
             allocations.name(engine.local_shard(record.name), PARAMETERS, _pattern(record.name))
     for param in engine._units.params.values() if engine._units is not None else ():
-        allocations.name(param.full, PARAMETERS, "gathered (ZeRO 3)")
-        allocations.resized(param.full)
+        allocations.name(param.now.full, PARAMETERS, "gathered (ZeRO 3)")
+        allocations.resized(param.now.full)
         for change in ("alloc_full", "free_full"):
             setattr(param, change, _noticed(getattr(param, change), param, allocations))
 
@@ -179,8 +179,8 @@ def _name_states(engine: Engine, allocations: Allocations) -> None:
 def _noticed(change: Callable[..., None], param: ShardedParam, allocations: Allocations) -> Callable[..., None]:
     def both(*args: Any, **named: Any) -> None:
         change(*args, **named)
-        allocations.name(param.full, PARAMETERS, "gathered (ZeRO 3)")
-        allocations.resized(param.full)
+        allocations.name(param.now.full, PARAMETERS, "gathered (ZeRO 3)")
+        allocations.resized(param.now.full)
 
     return both
 

@@ -3,8 +3,7 @@
 Between the end of a step and the optimizer of the next one nothing may change parameters, their fp32 rows, or the
 optimizer's state: rows that one rank alone holds are no exception, and no other rank is needed to see it.
 
-    seal = MemoryChecksum(engine)
-    seal.set()                 # after a step: the fingerprints of this rank's tensors
+    seal = MemoryChecksum(engine)   # after a step: the fingerprints of this rank's tensors
     engine.accumulate(batch)   # the next one
     seal.check()               # on all ranks: IG583 names what has changed, and where
     engine.step()
@@ -36,19 +35,15 @@ SHOWN = 6
 
 
 class MemoryChecksum:
-    """Of one engine."""
+    """Of what this rank holds when it is made: no message, and no wait for a device."""
 
     def __init__(self, engine: Engine, *, optimizer: bool = True) -> None:
         """`optimizer`: its state, too; else parameters and their fp32 rows alone."""
         self.engine, self.mesh, self._optimizer = engine, engine.mesh, optimizer
-        self._prints: dict[torch.device, _Prints] = {}
-
-    def set(self) -> None:
-        """What this rank holds now is what the next check expects. No message, and no wait for a device."""
         self._prints = _fingerprints(self._tensors())
 
     def check(self) -> None:
-        """Before the optimizer, on all ranks, which have all called `set`: raise when something has changed on any."""
+        """Before the optimizer, on all ranks: raise when something has changed on any."""
         now, mine = _fingerprints(self._tensors()), torch.zeros(1, device=self.mesh.device)
         for device, before in self._prints.items():
             same = device in now and now[device].keys == before.keys

@@ -25,7 +25,6 @@ from torch.utils import _pytree as tree
 
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
-from isograd.comm.fingerprint import fingerprint
 from isograd.core import rng
 from isograd.core.loss_terms import Terms
 from isograd.core.step_counters import StepCounters
@@ -46,7 +45,6 @@ class ReplayCheck:
         self.engine, self.mesh = engine, engine.mesh
         self._group = self.mesh.group("dp")
         self._slots = engine.plan.slots
-        self._first: dict[Slot, Tensor] = {}
         why = ""
         if engine.pipeline is not None:
             why = "a pipeline runs all micro-batches of a step together"
@@ -59,21 +57,15 @@ class ReplayCheck:
 
     def begin(self) -> None:
         """Before the first backward of a step: remember its gradients."""
-        self._first = {}
-        step_state = self.engine.step_state
-
-        def watch(slot: Slot, gradient: Tensor) -> None:
-            if not step_state.now.losses:  # the first backward is running
-                self._first[slot] = fingerprint(gradient)
-
-        step_state.watch(watch)
+        self.engine.step_state.change(prints={})
 
     def compare(self, micro: Any) -> None:
         """After the backwards of the step, on all ranks: refuse it when a neighbour's result has other bits."""
-        self.engine.step_state.watch(None)
+        found = self.engine.step_state.now.prints or {}
+        self.engine.step_state.change(prints=None)
         if self._group.size == 1:
             return
-        first = self._prints(self._first)
+        first = self._prints(found)
         prints = raw.gather_list(first, self._group)
         behind = (self._group.index - 1) % self._group.size
         again = self._run(self._from_neighbour(micro))
@@ -104,7 +96,7 @@ class ReplayCheck:
 
     def _run(self, micro: Any) -> Tensor:
         """The fingerprints of a micro-batch's gradients, which the step does not gather."""
-        engine, found = self.engine, dict[Slot, Tensor]()
+        engine = self.engine
         before = rng.random_state(self.mesh.device)
         with engine.untracked_forward():
             result = call(engine.model, micro)
@@ -112,10 +104,11 @@ class ReplayCheck:
                 rng.set_random_state(before, self.mesh.device)
                 raise _impossible("a loss of several terms" if terms else "the model draws random numbers from torch")
             state = engine.step_state
-            state.watch(lambda slot, gradient: found.update({slot: fingerprint(gradient)}))
+            found = dict[Slot, Tensor]()
+            state.change(prints=found)
             with state.backward(ReduceWhen.STEP):
                 state.backward_discarded(*result)
-            state.watch(None)
+            state.change(prints=None)
         return self._prints(found)
 
     def _from_neighbour(self, micro: Any) -> Any:

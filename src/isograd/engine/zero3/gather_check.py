@@ -68,9 +68,8 @@ class Announcement:
     """A note that this rank has sent, and the rows that travel with it."""
 
     note: Note
-    unread: set[int]  # members whose note of the same place has not been read
+    unread: set[int]  # members whose note of the same place has not been read, where its epoch is over
     rows: list[tuple[Group, Handle]] = field(default_factory=list)
-    notes: dict[int, Note] = field(default_factory=dict)  # of the others: an exception may come between two
 
     def wait_for(self, rank: int) -> None:
         """Until the rows of one rank are here."""
@@ -89,8 +88,8 @@ class GatherOrderCheck:
         self._tag = reserve_tags(group) if self.is_active else 0
         self._rows_tags = {of.ranks: reserve_tags(of) for of in rows} if self.is_active else {}
         self._others = [member for member in range(group.size) if member != group.index]
-        self._announced: deque[Announcement] = deque()  # of this epoch, not confirmed yet
-        self._old: list[Announcement] = []  # of earlier epochs, whose rows may still be on their way
+        # Of this epoch, not confirmed yet; of earlier ones, whose rows may still be on their way.
+        self._announced: list[Announcement] = []
         self._inbox: dict[int, deque[tuple[Tensor, Handle]]] = {member: deque() for member in self._others}
         self._sent: deque[Handle] = deque()  # may not have arrived yet
 
@@ -115,30 +114,31 @@ class GatherOrderCheck:
         if self.is_active:
             with suppress(RuntimeError, CommError):  # the connection to one of them may be lost, or mine are closed
                 self._send(Note(self.epoch, FAILED, said))
-            self._next_epoch(self.epoch + 1)
+            self.epoch += 1
 
     def confirm(self, announcement: Announcement) -> None:
         """Wait for the notes of the others, in the order of mine; raise when one of them is unlike mine."""
-        while announcement in self._announced:
-            mine = self._announced[0]
-            for member in sorted(mine.unread):
-                mine.notes[member] = self._read(member)
-                mine.unread.discard(member)
-            notes = self._announced.popleft().notes
+        while announcement in (ours := [each for each in self._announced if each.note.epoch == self.epoch]):
+            mine = ours[0]
+            notes = {member: self._read(member) for member in self._others}  # an exception may come between two
+            for member, note in notes.items():
+                if note.epoch == self.epoch:
+                    self._inbox[member].popleft()
+            self._announced.remove(mine)
             unlike = [note for note in notes.values() if not note.agrees(mine.note)]
             if not unlike:
                 # A member that sent this note has asked for all of mine before it.
-                while len(self._sent) > len(self._others) * (1 + len(self._announced)):
+                while len(self._sent) > len(self._others) * len(ours):
                     self._sent.popleft().wait()
                 continue
             for member, note in notes.items():
                 if note.agrees(mine.note):  # its rows are on their way into memory that will be freed
                     mine.wait_for(self.group.ranks[member])
-            self._next_epoch(max(self.epoch + 1, *(note.epoch for note in unlike)))
+            self.epoch = max(self.epoch + 1, *(note.epoch for note in unlike))
             raise self._error({**notes, self.group.index: mine.note})
 
     def _read(self, member: int) -> Note:
-        """The next note of a member, of this epoch or of a later one; a later one stays to be read in its own."""
+        """The next note of a member, of this epoch or of a later one. It stays in the inbox."""
         inbox = self._inbox[member]
         while True:
             if not inbox:
@@ -146,22 +146,18 @@ class GatherOrderCheck:
             message, handle = inbox[0]
             handle.wait()
             note = Note.decode(bytes(message.numpy()))
-            if note.epoch <= self.epoch:
-                inbox.popleft()
-            for old in [old for old in self._old if member in old.unread and old.note.epoch <= note.epoch]:
+            last = min(note.epoch, self.epoch - 1)
+            for old in [each for each in self._announced if member in each.unread and each.note.epoch <= last]:
                 old.unread.discard(member)
                 if old.note == note:  # its rows still arrive
                     old.wait_for(self.group.ranks[member])
+                if not old.unread:
+                    self._announced.remove(old)
                 if old.note.epoch == note.epoch:
                     break
-            self._old = [old for old in self._old if old.unread]
             if note.epoch >= self.epoch:
                 return note
-
-    def _next_epoch(self, number: int) -> None:
-        self._old += self._announced
-        self._announced.clear()
-        self.epoch = number
+            inbox.popleft()
 
     def _expect(self, member: int) -> None:
         memory = torch.empty(NOTE, dtype=torch.uint8)

@@ -67,7 +67,7 @@ class ParamGroup:
     params: list[ShardedParam]
     own: set[int] = field(default_factory=set)  # parameters (ids) that no other group has
     state: GroupState = GroupState.SHARDED
-    open_forwards: int = 0  # whose gradient has not come back yet
+    awaited: set[int] = field(default_factory=set)  # forwards (numbers) whose gradient has not come back yet
 
     def __post_init__(self) -> None:
         self.gathers = cache(self._gathers)
@@ -84,16 +84,29 @@ class ParamGroup:
 
 
 @dataclass(frozen=True)
+class Order:
+    """Which group follows which (number), and which comes before it, as the last forward had it."""
+
+    next: dict[int, ParamGroup] = field(default_factory=dict)
+    previous: dict[int, ParamGroup] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Run:
     """A forward or a backward of the model; `phase` says which ("": none, and what the last one has left)."""
 
     phase: str = ""
     outer: BaseException | None = None  # being handled when it began
     order: list[ParamGroup] = field(default_factory=list)  # of a forward
+    expected: Order = field(default_factory=Order)
     on_block_done: Callable[[set[int]], None] | None = None  # for parameters (ids) that a backward has left behind
     current: ParamGroup | None = None  # whose backward began last; None: the root's
     epoch: int | None = None  # of the check, in which a forward or a backward began that is not over
     announced: Announcement | None = None  # when backward last left a block without a gather, or ended
+
+    def then(self, phase: str = "", **more: Any) -> Run:
+        """The next one, which is expected to have the same order."""
+        return Run(phase, expected=self.expected, **more)
 
     @property
     def words(self) -> str:
@@ -113,14 +126,6 @@ class Run:
 
 
 IDLE = Run()
-
-
-@dataclass(frozen=True)
-class Order:
-    """Which group follows which (number), and which comes before it, as the last forward had it."""
-
-    next: dict[int, ParamGroup] = field(default_factory=dict)
-    previous: dict[int, ParamGroup] = field(default_factory=dict)
 
 
 class Zero3Hooks:
@@ -145,10 +150,8 @@ class Zero3Hooks:
         self._one_stage = mesh.layout.pp == 1  # a step's backward follows its forward, and begins with the last block
         self._chunks = mesh.layout.vpp > 1  # forwards take turns between blocks that are not the same ones
         self._run = IDLE
-        self._readers = 0
         self._clock = count()  # of calls of blocks, and of their ends
         self._pending: deque[tuple[Announcement, list[ShardedParam]]] = deque()  # gathers
-        self._order = Order()
         self.params = shard(slots, first, mesh, torch.device("cpu") if offload else mesh.device)
         self.groups = _groups(model, blocks, self.params)
         self.root = self.groups[0]
@@ -178,8 +181,9 @@ class Zero3Hooks:
             return
         if self._run.phase:  # what torch does not tell hooks about: KeyboardInterrupt, for one
             self.abort("its forward was interrupted")
-        self._begin(Run("forward", sys.exception(), [self.root], announced=self._run.announced))
-        self.unshard(self._order.next.get(0))
+        run = self._run
+        self._begin(run.then("forward", outer=sys.exception(), order=[self.root], announced=run.announced))
+        self.unshard(run.expected.next.get(0))
 
     def _begin(self, run: Run) -> None:
         self._run = replace(run, epoch=self._check.epoch)
@@ -193,7 +197,7 @@ class Zero3Hooks:
         if error is not None:
             self.abort(f"failed in forward: {headline(error)}")
             return
-        self._run = Run(epoch=run.epoch, announced=run.announced)
+        self._run = run.then(epoch=run.epoch, announced=run.announced)
         if differentiable(output):
             self.root.state = GroupState.KEPT
             self._reshard_unused()
@@ -212,7 +216,7 @@ class Zero3Hooks:
                 group.state = GroupState.RECOMPUTED
             if self._run.phase == "forward" and group is not self.root:
                 self._run.order.append(group)
-                self.unshard(self._order.next.get(group.number))
+                self.unshard(self._run.expected.next.get(group.number))
 
         return enter
 
@@ -224,14 +228,15 @@ class Zero3Hooks:
             # What an earlier block returned and this one passes on comes back through that block: freed for this one's
             # sake, it would compute its gradients with what is not there.
             graph = [tensor for tensor in differentiable(output) if not _passed_on(tensor, since)]
-            awaited = [True] * bool(graph and phase != "backward")
+            call = next(self._clock)
             for tensor in graph:
-                setattr(tensor, RETURNED, (next(self._clock), tensor._version))
-                tensor.register_hook(lambda _: self._pre_backward(group, awaited))
+                setattr(tensor, RETURNED, (call, tensor._version))
+                tensor.register_hook(lambda _: self._pre_backward(group, call))
             if phase == "backward":
                 return
-            group.open_forwards += bool(graph)
-            if graph and (self._keep or (self._one_stage and group is self._order.previous.get(0))):
+            if graph:
+                group.awaited.add(call)
+            if graph and (self._keep or (self._one_stage and group is self._run.expected.previous.get(0))):
                 group.state = GroupState.KEPT
             else:
                 self.reshard(group)
@@ -246,27 +251,27 @@ class Zero3Hooks:
         preceding = {b.number: a for a, b in pairs if a is not self.root}
         if self._chunks:
             following.pop(0, None)
-            self._order = Order(self._order.next | following, self._order.previous | preceding)
+            before = self._run.expected
+            expected = Order(before.next | following, before.previous | preceding)
         else:
-            self._order = Order(following, {**preceding, 0: order[-1]})
+            expected = Order(following, {**preceding, 0: order[-1]})
+        self._run = replace(self._run, expected=expected)
 
     def begin_backward(self, on_block_done: Callable[[set[int]], None] | None) -> None:
         """`on_block_done` may send what backward has left behind: at the same points on all ranks."""
-        self._begin(Run("backward", sys.exception(), on_block_done=on_block_done))
-        self.unshard(self._order.previous.get(0))
+        self._begin(self._run.then("backward", outer=sys.exception(), on_block_done=on_block_done))
+        self.unshard(self._run.expected.previous.get(0))
 
-    def _pre_backward(self, group: ParamGroup, awaited: list[bool]) -> None:
+    def _pre_backward(self, group: ParamGroup, call: int) -> None:
         """The gradient of an output has come back; of several outputs of one call, the first one counts."""
-        if awaited:
-            awaited.clear()
-            group.open_forwards -= 1
+        group.awaited.discard(call)
         if group.state is GroupState.RECOMPUTED:
             group.state = GroupState.UNSHARDED
         last = self._run.current or self.root
         if group is last:
             return
         self._run = replace(self._run, current=group)
-        is_over = last is not self.root and not last.open_forwards
+        is_over = last is not self.root and not last.awaited
         if is_over and last.state is GroupState.KEPT:
             last.state = GroupState.UNSHARDED
         self._reshard_unused(self.root, group)
@@ -278,7 +283,7 @@ class Zero3Hooks:
             before, note = self._run.announced, self._announce(f"has left {last.name} in backward")
             self._run = replace(self._run, announced=note)
             self._confirm(before)
-        self.unshard(self._order.previous.get(group.number))  # its rows travel while `done` waits and sends
+        self.unshard(self._run.expected.previous.get(group.number))  # its rows travel while `done` waits and sends
         # After a note of the other ranks, which proves that they have come as far: `done` may wait for them.
         if done:
             done(last.own)
@@ -289,9 +294,9 @@ class Zero3Hooks:
         if error is not None:
             self.abort(f"failed in backward: {headline(error)}")
             return
-        said, self._run = f"ends its {self._run.words}", Run(epoch=self._run.epoch)
+        said, self._run = f"ends its {self._run.words}", self._run.then(epoch=self._run.epoch)
         self._reshard_unused(kept=True)
-        self._run = Run(announced=self._announce(said))
+        self._run = self._run.then(announced=self._announce(said))
 
     def all_ended(self) -> None:
         """Wait until all data ranks have ended the last backward. Raises where an exception has ended one."""
@@ -304,7 +309,7 @@ class Zero3Hooks:
 
     def abort(self, said: str = "gave up a forward or a backward") -> None:
         """Back to the state between two steps, after an exception. Waits for no other rank; tells those that wait."""
-        under_way = self._run.epoch == self._check.epoch and not self._readers
+        under_way = self._run.epoch == self._check.epoch and not self._is_read
         try:
             if under_way:
                 self._check.abort(said)
@@ -313,7 +318,7 @@ class Zero3Hooks:
 
     def _announce(self, said: str, number: int = MEETING) -> Announcement | None:
         """Nothing while everything is full: a rank may call the model by itself."""
-        return None if self._readers else self._check.announce(number, said)
+        return None if self._is_read else self._check.announce(number, said)
 
     def _confirm(self, announcement: Announcement | None) -> None:
         if announcement is None:
@@ -326,18 +331,19 @@ class Zero3Hooks:
 
     def _clear(self) -> None:
         """Nothing is full but for readers, nothing is under way, and no order of blocks is expected any more."""
-        self._run, self._order = IDLE, Order()
+        self._run = IDLE
         self._pending.clear()
         self._forget_groups()
         for param in self.params.values():
-            if param.is_filling or (param.users and READERS not in param.users):
-                param.free_full(lent=param.is_filling)  # rows of others may still arrive in that memory
+            if param.now.is_filling or (param.users and READERS not in param.users):
+                param.free_full(lent=param.now.is_filling)  # rows of others may still arrive in that memory
                 param.users.clear()
             param.users.intersection_update({READERS})
 
     def _forget_groups(self) -> None:
         for group in self.groups:
-            group.state, group.open_forwards = GroupState.SHARDED, 0
+            group.state = GroupState.SHARDED
+            group.awaited.clear()
 
     def _need(self, group: ParamGroup) -> None:
         """Full before anyone computes with it."""
@@ -364,7 +370,7 @@ class Zero3Hooks:
             param.expect()
         for packing, params in gathers:
             tag, alloc = self._check.tag(announcement, packing.owners), [p.alloc_full for p in params]
-            mine, full = [p.mine for p in params], [p.full for p in params]  # it casts what is wider
+            mine, full = [p.now.mine for p in params], [p.now.full for p in params]  # it casts what is wider
             handle = gather_rows(packing, mine, full, packing.owners, tag, alloc=alloc)
             announcement.rows.append((packing.owners, handle))
 
@@ -385,7 +391,7 @@ class Zero3Hooks:
         group.state = GroupState.SHARDED
         for param in group.params:
             if param.users == {group.number}:
-                if param.is_filling:
+                if param.now.is_filling:
                     self.wait_for_unshard()
                 param.free_full()
             param.users.discard(group.number)
@@ -396,12 +402,14 @@ class Zero3Hooks:
             if done and group not in but:
                 self.reshard(group)
 
-    def gather_all(self) -> None:
-        """Every parameter full, until `take_edits`."""
-        self._gather_for_readers()
-        self._readers += 1
+    @property
+    def _is_read(self) -> bool:
+        """Whether everything is full, until `take_edits`."""
+        return READERS in next(iter(self.params.values())).users
 
-    def _gather_for_readers(self) -> None:
+    def gather_all(self) -> bool:
+        """Every parameter full, until `take_edits`. Whether it was not so before."""
+        first = not self._is_read
         try:
             for group in self.groups:
                 self.unshard(group)
@@ -411,28 +419,28 @@ class Zero3Hooks:
             raise
         for param in self.params.values():
             param.users.add(READERS)
+        return first
 
     @torch.no_grad()
-    def take_edits(self) -> None:
-        """Keep my rows of what was edited while everything was full, and free the rest."""
+    def take_edits(self, free: bool) -> None:
+        """Keep my rows of what was edited while everything was full. `free`: where nobody reads any more, the rest."""
         for param in self.params.values():
-            param.rows.copy_(param.slot.rows(param.full))
-        self._readers -= 1
-        if not self._readers:
-            for param in self.params.values():
-                param.users.clear()
-                param.free_full(lent=True)
+            param.rows.copy_(param.slot.rows(param.now.full))
+        for param in self.params.values() if free else ():
+            param.users.clear()
+            param.free_full(lent=True)
 
     def stepped(self) -> None:
         """The optimizer has changed rows: what is still full is out of date."""
         self.wait_for_unshard()
         self._forget_groups()
+        is_read = self._is_read
         for param in self.params.values():
             if param.users:
                 param.users.clear()
                 param.free_full()
-        if self._readers:
-            self._gather_for_readers()
+        if is_read:
+            self.gather_all()
 
     def dissolve(self) -> None:
         """Leave the model full and without hooks: another engine takes it over."""
@@ -442,7 +450,7 @@ class Zero3Hooks:
 
     def refuse_absent(self, what: str) -> None:
         """Raise while parameters are not full."""
-        if not self._readers:
+        if not self._is_read:
             raise EngineError("IG574", where=self._where, use=what)
 
 

@@ -1,6 +1,6 @@
 """One parameter of ZeRO 3: this rank's rows always, the full parameter while a block computes with it.
 
-A parameter that is not full keeps its shape and reads as NaN. Memory that autograd has saved is freed, too: the
+A parameter that is not full keeps its shape and reads as NaN. ParamMemory that autograd has saved is freed, too: the
 storage is emptied, and its version moves on, so that a backward that reads the parameter at the wrong time raises
 ("modified by an inplace operation") instead of reading memory that is gone.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import string_at
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -17,8 +17,17 @@ from torch import Tensor
 
 from isograd.core.mesh import Mesh
 from isograd.engine.plan import Slot
-from isograd.engine.zero3.deferred_init import FirstValues, become
+from isograd.engine.zero3.deferred_init import FirstValues, become, place
 from isograd.errors import EngineError
+
+
+@dataclass(frozen=True)
+class ParamMemory:
+    """What holds a parameter's numbers."""
+
+    mine: Tensor  # my rows, in the parameter's dtype; or in fp32, of which half-precision ones are made when asked for
+    full: Tensor  # its storage is empty while nobody needs it
+    is_filling: bool = False  # rows of it are on their way
 
 
 @dataclass(eq=False)
@@ -26,11 +35,9 @@ class ShardedParam:
     """A parameter and its memory: `expect`, `alloc_full`, `filled` when all rows have arrived, then `free_full`."""
 
     slot: Slot
-    mine: Tensor  # my rows, in the parameter's dtype; or in fp32, of which half-precision ones are made when asked for
-    full: Tensor  # its storage is empty while nobody needs it
+    now: ParamMemory
     absent: Tensor  # what the parameter is then: one NaN of the full shape
     users: set[int] = field(default_factory=set)  # the groups (numbers) that need it now
-    is_filling: bool = False  # rows of it are on their way
     unwritten: bytes = b""  # what stands in `absent`, in host memory
 
     def __post_init__(self) -> None:
@@ -40,12 +47,12 @@ class ShardedParam:
     @property
     def rows(self) -> Tensor:
         """Mine, in the parameter's dtype, to read and to write until the next step."""
-        self.mine = self.mine.to(self.slot.parameter.dtype)
-        return self.mine
+        self.now = replace(self.now, mine=self.now.mine.to(self.slot.parameter.dtype))
+        return self.now.mine
 
     def free_rows(self, master: Tensor) -> None:
         """The master has the values of my rows: their memory is freed."""
-        self.mine = master.detach()
+        self.now = replace(self.now, mine=master.detach())
 
     def expect(self) -> None:
         """Rows of others are on their way."""
@@ -53,28 +60,30 @@ class ShardedParam:
         written = self.absent.is_cpu and string_at(at, self.absent.itemsize) != self.unwritten
         if self.slot.parameter.data_ptr() != at or written:  # values that would be lost
             raise EngineError("IG517", names=[self.slot.name])
-        self.is_filling = True
+        self.now = replace(self.now, is_filling=True)
 
     def alloc_full(self) -> None:
         """Give the full parameter memory, into which all rows come, mine as well."""
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
-        self.slot.parameter.data = self.full
+        full = self.now.full
+        full.untyped_storage().resize_(full.numel() * full.itemsize)
+        place(self.slot.parameter, full)
 
     def filled(self) -> None:
         """All rows have arrived: a backward may read what it saved."""
-        self.is_filling = False
+        self.now = replace(self.now, is_filling=False)
         self._move_version(-1)
 
     def free_full(self, lent: bool = False) -> None:
         """Free the full parameter. `lent`: others may still read or write this memory; they keep it."""
-        self.slot.parameter.data = self.absent
-        if not self.is_filling:
+        place(self.slot.parameter, self.absent)
+        if not self.now.is_filling:
             self._move_version(1)
-        self.is_filling = False
-        if lent or not self.full.untyped_storage().resizable():
+        full = self.now.full
+        if lent or not full.untyped_storage().resizable():
             with torch.inference_mode(False):
-                self.full = torch.empty_like(self.full)
-        self.full.untyped_storage().resize_(0)
+                full = torch.empty_like(full)
+        full.untyped_storage().resize_(0)
+        self.now = ParamMemory(self.now.mine, full)
 
     def _move_version(self, by: int) -> None:
         """A full parameter has the version that it had when it was full before; otherwise it has another one."""
@@ -97,10 +106,11 @@ def shard(slots: Sequence[Slot], first: FirstValues, mesh: Mesh, home: torch.dev
         elif rows is None:
             rows = slot.rows(parameter.data).clone()
         assert rows is not None, "FirstValues refuses parameters on the meta device without values"
-        # Memory of its own: the parameter's may belong to others, too, such as another parameter or a buffer.
+        # ParamMemory of its own: the parameter's may belong to others, too, such as another parameter or a buffer.
         full = torch.empty_like(absent, memory_format=torch.contiguous_format)
-        found[id(parameter)] = ShardedParam(slot, on_host(rows) if home.type == "cpu" else rows, full, absent)
-        found[id(parameter)].free_full()
+        memory = ParamMemory(on_host(rows) if home.type == "cpu" else rows, full)
+        found[id(parameter)] = param = ShardedParam(slot, memory, absent)
+        param.free_full()
     return found
 
 

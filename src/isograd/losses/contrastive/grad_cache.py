@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -39,6 +39,7 @@ from isograd.core.mesh import DATA
 from isograd.core.rng import random_state, set_random_state
 from isograd.core.step_counters import StepCounters
 from isograd.engine import Engine
+from isograd.engine.grad_placeholder import take_grad
 from isograd.engine.step import StepState
 from isograd.errors import ContrastiveError
 from isograd.losses.contrastive.chunks import Budget, Encode, cut, encode_chunk, one_kernel, place_rows, rows_of, upcast
@@ -64,7 +65,7 @@ class AuxiliaryLoss:
         return sum(float(weight) for _, weight in self.parts)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Tower:
     encode: Encode
     inputs: Any
@@ -74,7 +75,7 @@ class _Tower:
     keeps_last: bool  # that chunk keeps its graph, whatever the budget
     states: list[list[Tensor]] = field(default_factory=list)  # of each chunk, as the one below
     prints: list[int] = field(default_factory=list)
-    kept: dict[int, Tensor] = field(default_factory=dict)  # vectors of chunks, with their graphs
+    kept: list[Tensor | None] = field(default_factory=list)  # vectors with their graphs; None: not kept
 
 
 class GradientCache:
@@ -142,7 +143,7 @@ class GradientCache:
                 raise
             if not self._alike:
                 join_first_pass(None, mesh)
-            self._keep_alike(work)
+            work = self._keep_alike(work)
             loss, leaves = self._loss(work, vectors, counted, ids, guides)
             if second is not None:
                 engine.begin_single_backward(contrastive=_my_rows(counted), second=second.weight)
@@ -220,15 +221,14 @@ class GradientCache:
             if tower.keeps_last and number == tower.last:
                 torch.clear_autocast_cache()  # it holds weights that were cast without a graph
                 with torch.enable_grad():
-                    vectors = tower.kept[number] = encode_chunk(tower.encode, inputs)
+                    vectors, keeps = encode_chunk(tower.encode, inputs), True
             elif budget.left and rows_of(inputs):
-                vectors, fits, budget = budget.encode_kept(tower.encode, inputs)
-                if fits:
-                    tower.kept[number] = vectors
-                else:
+                vectors, keeps, budget = budget.encode_kept(tower.encode, inputs)
+                if not keeps:
                     torch.clear_autocast_cache()  # it holds weights that were cast with a graph
             else:
-                vectors = encode_chunk(tower.encode, inputs)
+                vectors, keeps = encode_chunk(tower.encode, inputs), False
+            tower.kept.append(vectors if keeps else None)
             vectors = vectors.detach()
             tower.prints.append(int(fingerprint(vectors)))
             if number == 0:  # joined at the end, they would be there twice
@@ -236,17 +236,19 @@ class GradientCache:
             place_rows(found, number * self.chunk, vectors)
         return found, budget
 
-    def _keep_alike(self, work: Sequence[_Tower]) -> None:
+    def _keep_alike(self, work: list[_Tower]) -> list[_Tower]:
         """Ranks that encode rows together keep the same chunks: those that fit on all of them."""
         group = self.engine.mesh.group("cp tp")
-        if self.keep_mb and group.size > 1:
-            # Fitting chunks are the first ones. The very last chunk, kept on every rank, is at most one more.
-            fitting = [next(n for n in range(tower.chunks + 1) if n not in tower.kept) for tower in work]
-            mine = torch.tensor(fitting, device=self.engine.mesh.device)
-            for tower, most in zip(work, torch.stack(raw.gather_list(mine, group)).amin(0).tolist(), strict=True):
-                very_last = tower.chunks - 1 if tower is work[-1] else None
-                for number in [n for n in tower.kept if n >= most and n != very_last]:
-                    del tower.kept[number]
+        if not self.keep_mb or group.size == 1:
+            return work
+        # Fitting chunks are the first ones. The very last chunk, kept on every rank, is at most one more.
+        fitting = [next((n for n, x in enumerate(tower.kept) if x is None), tower.chunks) for tower in work]
+        mine, found = torch.tensor(fitting, device=self.engine.mesh.device), []
+        for tower, most in zip(work, torch.stack(raw.gather_list(mine, group)).amin(0).tolist(), strict=True):
+            very_last = tower.chunks - 1 if tower is work[-1] else None
+            kept = [x if n < most or n == very_last else None for n, x in enumerate(tower.kept)]
+            found.append(replace(tower, kept=kept))
+        return found
 
     def _loss(
         self,
@@ -286,8 +288,8 @@ class GradientCache:
                 step_state.backward_terms(Terms(contrastive=(loss, _my_rows(across))), last=False)
         found = []
         for leaf, sizes in zip(leaves, self._cp_sizes(work), strict=True):
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            leaf.grad = None
+            gradient = take_grad(leaf)
+            gradient = torch.zeros_like(leaf) if gradient is None else gradient
             found.append(raw.all_gather(gradient, self.engine.mesh.group("cp"), sizes))
         return found
 
@@ -301,8 +303,8 @@ class GradientCache:
         device, learns = self.engine.mesh.device, True
         for number, inputs in reversed(list(self._parts(tower))):
             here = slice(number * self.chunk, min((number + 1) * self.chunk, tower.rows))
-            if number in tower.kept:
-                vectors = tower.kept.pop(number)
+            if (kept := tower.kept.pop()) is not None:
+                vectors = kept
             else:
                 set_random_state(tower.states[number], device)
                 with nullcontext() if rows_of(inputs) else self._tallies.ignoring():

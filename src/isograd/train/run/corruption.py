@@ -22,7 +22,7 @@ class CorruptionChecks:
         """`tell(text, step)`: where a step that was refused goes into the log."""
         self._safety, self._micro_batches, self._engine, self._tell = config.safety, config.micro_batches, engine, tell
         self._replay = ReplayCheck(engine) if config.safety.replay_every else None
-        self._seal, self._sealed = MemoryChecksum(engine, optimizer=config.safety.state == "all"), False
+        self._seal: MemoryChecksum | None = None
         self._writes = 0  # of the optimizer when the seal was set: a schedule-free one also writes to be evaluated
         self.from_copy: Callable[[Iterable[str]], None] | None = None  # brings back rows of this rank from a copy
 
@@ -31,7 +31,7 @@ class CorruptionChecks:
         refused it raises, on all ranks."""
         sums = is_due(step, self._safety.sums_every)
         replay = self._replay if is_due(step, self._safety.replay_every) else None
-        if not self._sealed and is_due(step, self._safety.state_every):  # the first one
+        if self._seal is None and is_due(step, self._safety.state_every):  # the first one
             self._set()
         for tries in range(1, TRIES + 1):
             try:
@@ -47,13 +47,13 @@ class CorruptionChecks:
                 if error.code not in FOUND or tries == TRIES:
                     raise
                 self._engine.discard()
-                lost = self._seal.restore(self.from_copy) if error.code == CHANGED else ""
+                lost = self._seal.restore(self.from_copy) if self._seal is not None and error.code == CHANGED else ""
                 done = f"no copy brings back {lost}" if lost else "the step is done again"
                 self._tell(f"{error.what} ({error.seen}); {done}", step)
                 if lost:
                     raise
             else:
-                self._sealed = False
+                self._seal = None
                 if is_due(step + 1, self._safety.state_every):
                     self._set()
                 return stats
@@ -61,12 +61,12 @@ class CorruptionChecks:
 
     def check_seal(self) -> None:
         """When all gradients of a step are there: what this rank keeps is what the step before has left."""
-        if self._sealed and self._writes == self._engine._sharded_optimizer.writes:
+        if self._seal is not None and self._writes == self._engine.step_state.now.writes:
             self._seal.check()
 
     def _set(self) -> None:
-        self._seal.set()
-        self._sealed, self._writes = True, self._engine._sharded_optimizer.writes
+        self._seal = MemoryChecksum(self._engine, optimizer=self._safety.state == "all")
+        self._writes = self._engine.step_state.now.writes
 
 
 def is_due(step: int, every: int | None) -> bool:
