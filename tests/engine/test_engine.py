@@ -321,7 +321,7 @@ def unsynced_context_is_restored_after_an_error() -> bool:
         with engine.no_sync(), nullcontext():
             raise KeyError
     except KeyError:
-        return engine._sync
+        return engine.step_state.now.syncs
     return False
 
 

@@ -36,7 +36,7 @@ from isograd.comm import world as comm_world
 from isograd.comm.launch import World
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
-from isograd.engine.step import State
+from isograd.engine.gathered import State
 from isograd.nn import ExpertOptions
 
 SOURCE = str(Path(ig.__file__).parent) + "/"

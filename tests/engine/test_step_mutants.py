@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from isograd.engine import step_status
-from isograd.engine.gathered import GatheredStep
+from isograd.engine.gathered import GatheredStep, State
 from isograd.engine.reducer import Reducer
-from isograd.engine.step import ReduceWhen, State, StepState
+from isograd.engine.step import ReduceWhen, StepState
 from isograd.errors import IsogradError
 
 from . import test_step as sequences

@@ -64,7 +64,7 @@ class Counts:
     """As much of a StepState as the refusal of unequal steps looks at."""
 
     optimizer_inconsistent = StepState.optimizer_inconsistent
-    mark_inconsistent = StepState.mark_inconsistent
+    mark_inconsistent, change = StepState.mark_inconsistent, StepState.change
     mesh = Mesh.unbound("dp4", 0)
 
     def __init__(self) -> None:

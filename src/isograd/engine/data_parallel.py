@@ -74,8 +74,7 @@ class _Backward:
 
     running: bool = False  # autograd will call `_end`
     reached: bool = False  # a parameter
-    met_output: bool = False
-    rows: float = 1.0  # of the batch that it is of, once it has met the output; 1 where no tensor was given
+    rows: float | None = None  # of the batch that it is of, once it has met the output; 1 where no tensor was given
     early: list[tuple[Slot, Tensor | None]] = field(default_factory=list)  # gradients of a loss's own parameters
     weight: float | None = None  # that `weigh` was given
     factor: float = 1.0  # of it, that a half-precision loss could not be scaled with
@@ -146,7 +145,7 @@ class DataParallel(nn.Module):
             )
         output = self.module(*args, **kwargs)
         leaves = [t for t in tree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
-        begin = partial(self._meets_output, len(leaves[0]) if leaves else None)
+        begin = partial(self._meets_output, float(len(leaves[0])) if leaves else 1.0)
         for tensor in differentiable(output) if torch.is_grad_enabled() else ():
             tensor.register_hook(begin)
         return output
@@ -252,12 +251,11 @@ class DataParallel(nn.Module):
             self._backward = replace(self._backward, running=True)
             Variable._execution_engine.queue_callback(self._end)
 
-    def _meets_output(self, rows: int | None, _: Tensor) -> None:
+    def _meets_output(self, rows: float, _: Tensor) -> None:
         """The gradient of an output of a batch of `rows` is there."""
         self._begin()
-        if not self._backward.met_output:
-            rows_or_one = 1.0 if rows is None else float(rows)
-            self._backward = replace(self._backward, met_output=True, rows=rows_or_one)
+        if self._backward.rows is None:
+            self._backward = replace(self._backward, rows=rows)
 
     def _entering(self, _: Tensor) -> None:
         """Before a gradient is added to `.grad`."""
@@ -269,14 +267,14 @@ class DataParallel(nn.Module):
 
     def _arrived(self, slot: Slot, parameter: Tensor) -> None:
         gradient = take_grad(parameter)
-        if self._backward.weight is None and not self._backward.met_output:
+        if self._backward.weight is None and self._backward.rows is None:
             self._backward.early.append((slot, gradient))
         else:
             self._take(slot, gradient)
 
     def _take(self, slot: Slot, gradient: Tensor | None) -> None:
         now = self._backward
-        factor = now.rows if now.weight is None else now.factor
+        factor = now.factor if now.weight is not None else 1.0 if now.rows is None else now.rows
         if gradient is not None and factor == 0:
             gradient = torch.zeros_like(gradient)  # not even NaN
         elif gradient is not None and factor != 1.0:
@@ -295,7 +293,7 @@ class DataParallel(nn.Module):
         if not now.reached:  # torch.autograd.grad, which is no parameter's business
             return
         self._step_state.end()
-        self._window.add(now.weight, now.rows, now.met_output)
+        self._window.add(now.weight, now.rows)
         if self.require_backward_grad_sync:
             self._synchronize()
         else:

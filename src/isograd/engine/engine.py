@@ -36,12 +36,13 @@ from isograd.core.step_counters import StepCounters
 from isograd.engine import batches, evaluation, muon, step_status, validation
 from isograd.engine.decision import Decision
 from isograd.engine.evaluation import Evaluation, PendingStats, Stats
+from isograd.engine.gathered import State
 from isograd.engine.gradients import Gradients
 from isograd.engine.plan import homes, make_plan, repeated_blocks, slot_of
 from isograd.engine.precision import LossScale
 from isograd.engine.reducer import ReduceWhen
 from isograd.engine.sdc.reductions import ReductionSums
-from isograd.engine.step import State, StepState
+from isograd.engine.step import StepState
 from isograd.engine.step_status import Status, StepStatus
 from isograd.engine.term_weights import on_host
 from isograd.engine.zero import Factory, ShardedOptimizer

@@ -32,19 +32,18 @@ class Gradients(Mapping[str, Tensor]):
     ) -> None:
         """meet: all ranks together, raises where one of them has left the step, or looks at something else."""
         self._step_state, self._mesh, self._scale, self._meet = step_state, mesh, scale, meet
-        self._step = step_state.ended
+        self._step = step_state.now.ended
         self._slots = {slot.name: slot for slot in plan.slots}
         mine = {slot.name: (list(slot.contract.shape), slot.dtype == torch.float64) for slot in plan.slots}
         self._stages = all_gather_object(mine, mesh, "pp")
-        firsts = [(name, stage) for stage, names in enumerate(self._stages) for name in names]
-        self._sources = dict(reversed(firsts))  # the first stage that holds a name
-        self._names = list(dict.fromkeys(name for name, _ in firsts))
+        # The first stage that holds a name.
+        self._sources = {name: stage for stage, names in reversed([*enumerate(self._stages)]) for name in names}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(dict.fromkeys(name for names in self._stages for name in names))
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._sources)
 
     def __contains__(self, name: object) -> bool:
         return name in self._sources
@@ -52,7 +51,7 @@ class Gradients(Mapping[str, Tensor]):
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
         source, mesh = self._sources[name], self._mesh
-        if self._step_state.ended != self._step:
+        if self._step_state.now.ended != self._step:
             raise EngineError("IG584", seen=f"a look at {name!r}", where=mesh.describe_rank())
         self._meet(name)
         if mesh.index("pp") == source:

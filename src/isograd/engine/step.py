@@ -96,11 +96,6 @@ class StepState:
         """Why no step can be right until a checkpoint is loaded."""
         return None if self.now.inconsistent is None else self.now.inconsistent.why
 
-    @property
-    def ended(self) -> int:
-        """Steps that were taken or dropped."""
-        return self.now.ended
-
     @contextmanager
     def backward(self, reduce_when: ReduceWhen) -> Iterator[StepState]:
         """One backward or several that count as one: of each gradient one reduction."""
@@ -440,12 +435,12 @@ class StepState:
         number of the step that was dropped with it. Numbers only: it must not hold a model, and may be pickled."""
         error = error or sys.exception()
         with suppress(AttributeError):  # no exception, or one of a class with __slots__
-            setattr(error, _DISCARDED, {*getattr(error, _DISCARDED, ()), (id(self), self.ended)})
+            setattr(error, _DISCARDED, {*getattr(error, _DISCARDED, ()), (id(self), self.now.ended)})
 
     def skips_discard(self) -> bool:
         """Asked by `discard`: whether all ranks have dropped that step. Behind a handler no exception tells: where the
         rank that failed has called it there, the first call after the refusal is for the same step."""
-        behind = sys.exception() is None and self.ended in self.left_by_others and self.empty
+        behind = sys.exception() is None and self.now.ended in self.left_by_others and self.empty
         self.left_by_others.clear()
         return behind or self.already_discarded
 
@@ -455,6 +450,6 @@ class StepState:
         drop, either, when no step is taken any more, which all ranks know or learn at their next step."""
         error, found = sys.exception(), self.optimizer_inconsistent is not None
         while error is not None and not found:
-            found = (id(self), self.ended) in getattr(error, _DISCARDED, ())
+            found = (id(self), self.now.ended) in getattr(error, _DISCARDED, ())
             error = error.__context__
         return found and self.empty

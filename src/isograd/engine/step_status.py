@@ -132,7 +132,7 @@ def gather_step_status(
     table = gather(step_state, status, loss, settings, note, more)
     discard = table.ranks(Status.DISCARDS)
     if discard and status is not Status.DISCARDS and any(table.note[discard].tolist()):
-        step_state.left_by_others.add(step_state.ended + 1)
+        step_state.left_by_others.add(step_state.now.ended + 1)
     gave_up = table.ranks(Status.FAILED) + discard
     closes = step_state.mesh.on_cards and step_state.mesh.layers_wait and 0 < len(gave_up) < len(table.status)
     if closes:  # their kernels wait for messages of a layer that these ranks will not send

@@ -98,13 +98,13 @@ class Window:
             return True
         return (gradient is not left or gradient._version != version) and not bool(gradient.any())
 
-    def add(self, weight: float | None, rows: float, known: bool) -> None:
-        """A backward of this window has ended. `weight`: what `weigh` was given. `known`: `rows` are a batch's."""
+    def add(self, weight: float | None, rows: float | None) -> None:
+        """A backward of this window has ended. `weight`: what `weigh` was given. `rows`: a batch's, if it had one."""
         plain, now, running = weight is None, self.now, self.now.running
-        unknown = running.unknown or (plain and not known)
+        unknown = running.unknown or (plain and rows is None)
         running = replace(running, backwards=running.backwards + 1, unknown=unknown)
         self.change(running=running, plain=now.plain or plain, weighed=now.weighed or not plain)
-        self.step_state.add_weight(rows if weight is None else weight)
+        self.step_state.add_weight(weight if weight is not None else 1.0 if rows is None else rows)
 
     def columns(self) -> dict[str, Tensor]:
         """What the other ranks must know, for the gather of a reduction."""

@@ -138,7 +138,7 @@ class TrainedModule:
     @property
     def drops(self) -> int:
         """The steps that were dropped."""
-        return 0 if self.engine is None else self.engine.step_state.ended - self.steps
+        return 0 if self.engine is None else self.engine.step_state.now.ended - self.steps
 
     def clips(self, max_norm: float, must_be_finite: bool = False) -> Tensor:
         """The next step clips to max_norm. The tensor returned is NaN until then, when it gets the norm."""

@@ -80,7 +80,7 @@ class LabelCounter:
         where they are not those of the forward."""
         if given is None:
             given = self.labels_of(loss)
-        step, weighed = (id(engine), engine.step_state.ended), given is not None
+        step, weighed = (id(engine), engine.step_state.now.ended), given is not None
         if step == self._step and weighed != self._weighed:
             seen = "a loss with a weight, and one without, in one step"
             raise EngineError("IG535", seen=seen, where=self._mesh.describe_rank())

@@ -223,7 +223,7 @@ class LoopEngine(nn.Module):
     def _micros_over(self) -> int:
         """Of the step under way. A step that was dropped on all ranks has ended, on each after other micro-batches."""
         step, over = self._of_step
-        return over if step == self.engine.step_state.ended else 0
+        return over if step == self.engine.step_state.now.ended else 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on the loop says where a step ends."""
@@ -235,7 +235,7 @@ class LoopEngine(nn.Module):
             refuse("step inside no_sync", "step after the with block", self.mesh)
         over = self._micros_over() + 1
         if not self.is_gradient_accumulation_boundary():
-            self._of_step = self.engine.step_state.ended, over
+            self._of_step = self.engine.step_state.now.ended, over
         else:
             self.optimizer.step()
             if self.lr_scheduler is not None and not self.optimizer.step_was_skipped:
