@@ -38,8 +38,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
     It has the groups and the state of all: learning-rate schedulers, checkpoints and `zero_grad` see one optimizer.
     """
 
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         super().__init__([group for member in optimizers for group in member.param_groups], {})
         self.optimizers = optimizers
         self.__setstate__({})

@@ -111,7 +111,7 @@ class StepState:
             raise
 
     def change(self, **fields: Any) -> None:
-        """What is written of a step from its first backward to its end."""
+        """All that a step writes of itself: `now` is made anew."""
         self.now = replace(self.now, **fields)
 
     def mark_inconsistent(self, why: str) -> None:

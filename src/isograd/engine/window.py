@@ -56,7 +56,7 @@ class Window:
         self.now = _Now()
 
     def change(self, **fields: Any) -> None:
-        """What is written of it."""
+        """All that it writes of itself: `now` is made anew."""
         self.now = replace(self.now, **fields)
 
     def open(self) -> None:
