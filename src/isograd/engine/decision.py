@@ -77,7 +77,7 @@ class Decision:
         state, raised, rows = self._step_state, None, self._rows(table)
         by_card = rows is not None and self._all_can(table)
         if rows is not None and by_card:
-            verdict = verdict_of(rows, self._places, clip, self._scale)
+            verdict = verdict_of(rows, self._places, clip, state.now.scale)
             raised = self._optimizer.step(state, 0.0, unused, verdict)
             own = torch.stack((verdict.refused, verdict.grad_norm))
             numbers = raw.copy_to_host(torch.cat((own, rows.flatten())))
@@ -122,7 +122,7 @@ class Decision:
             value = norm.global_norm(*self._squared())
         if whole and state.reproducible:
             value = norm.reproducible_norm(*self._squared())
-        return step_status.totals(table, state.now.term_weights, self.mesh, self._scale, value)
+        return step_status.totals(table, state.now.term_weights, self.mesh, state.now.scale, value)
 
     def _rows(self, table: StepStatus) -> Tensor | None:
         """Where a part of the table lies on cards: [ranks, COLUMNS] of all ranks."""
@@ -133,10 +133,6 @@ class Decision:
         shards, slots = self._step_state.now.final_shards, self._step_state.plan.slots
         counted = [shards[slot] for slot in self._counted if slot in shards and shards[slot].numel()]
         return counted, self.mesh.group("world"), slots[0].parameter.device
-
-    @property
-    def _scale(self) -> float:
-        return self._step_state.now.loss_scale.value if self._step_state.now.loss_scale else 1.0
 
     def _all_can(self, table: StepStatus) -> bool:
         if table.late is None or not bool(table.more["device"].all()):

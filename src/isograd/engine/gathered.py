@@ -97,6 +97,11 @@ class GatheredStep:
             return EngineError("IG586", seen=headline(refusal), where=mesh.describe_rank())
         return None
 
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied with."""
+        return self.loss_scale.value if self.loss_scale else 1.0
+
     def pending(self) -> bool:
         """Whether this rank holds gradients that have not left."""
         return bool(self.local) or bool(self.tree)

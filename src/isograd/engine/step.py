@@ -192,12 +192,11 @@ class StepState:
         return roots, seeds, left_out
 
     def _as_gradients(self, roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
-        scale = self.now.loss_scale.value if self.now.loss_scale else 1.0
-        return [(seed * scale).to(root.dtype).expand_as(root) for root, seed in zip(roots, seeds, strict=True)]
+        return [(seed * self.now.scale).to(root.dtype).expand_as(root) for root, seed in zip(roots, seeds, strict=True)]
 
     def _seeded(self, loss: Tensor, count: Tensor, *, last: bool, discard: bool, counts: bool = False) -> None:
         """`counts`: the host knows that the weight is not zero."""
-        seed, factor = count * (self.now.loss_scale.value if self.now.loss_scale else 1.0), None
+        seed, factor = count * self.now.scale, None
         if loss.dtype in (torch.float16, torch.bfloat16):  # 1,003 would become 1,000: seed with a power of two
             validation.refuse_half_loss(loss, self.mesh, in_one_run=last or discard)
             largest = 15.0 if loss.dtype == torch.float16 else 100.0
