@@ -125,7 +125,7 @@ def test_a_message_that_is_under_way_is_owed_by_nobody() -> None:
             found.append(watch._is_owed(*key, number))
             raw.send_start([torch.ones(3)], group, other, 7).wait()
             found.append(watch._is_owed(*key, number))
-        watch.close()
+        watch.over.set()
         return found
 
     assert threads.run(two, 2, None) == [[True, False, True, False]] * 2
