@@ -140,7 +140,7 @@ DAMAGED: dict[str, tuple[Damage, str, str]] = {
         lambda h: (h / "rank-0001/rank.json").write_text('{"version": 1}'), "IG716", "rank-0001",
     ),
     "a rank.json that is missing": (lambda h: (h / "rank-0001/rank.json").unlink(), "IG716", "rank-0001"),
-    "a newer version": (lambda h: change(h / "rank-0001/rank.json", version=4), "IG714", "rank-0001"),
+    "a newer version": (lambda h: change(h / "rank-0001/rank.json", version=5), "IG714", "rank-0001"),
     "an older version": (lambda h: change(h / "rank-0001/rank.json", version=1), "IG714", "rank-0001"),
     "a version that is no number": (lambda h: change(h / "rank-0000/rank.json", version="x"), "IG716", "rank-0000"),
     "a missing rank": (lambda h: shutil.rmtree(h / "rank-0000"), "IG713", "ranks [1]"),
