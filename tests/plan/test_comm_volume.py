@@ -162,7 +162,7 @@ def test_communicators_are_those_that_imagined_ranks_make(layout: str, more: dic
         engine = ig.Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, lr=1e-3), clip=1.0)
         tokens = torch.zeros(4, LENGTH, dtype=torch.int64)
         engine.train_step((tokens, tokens), 4)
-        return len({(group.purpose, group.ranks) for group in mesh._member.groups if group.size > 1})
+        return len({(group.purpose, group.ranks) for group in mesh._groups.values() if group.size > 1})
 
     column = described.ranks("pp", 0)
     found = world.run({rank: partial(made, rank) for rank in column})
