@@ -10,8 +10,7 @@ still there. The card never takes what the host refuses: each refusal that depen
 Ranks do this together: each says in the gather of the step whether its optimizer can, and one that cannot decides for
 all. None can in its first step, where a refusal would leave an optimizer's state behind that was not there before.
 
-`take(may_be_late=True)` does not wait for a card that decides: what it says is read later (`Taken.wait`), and a step
-that it has refused counts as skipped.
+`take(may_be_late=True)` does not wait for a card that decides: what it says is read later (`Taken.wait`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from isograd.engine.step_status import SAME_LOSS, StepStatus, StepTotals
 from isograd.engine.term_weights import TermWeights
 from isograd.engine.tree import tree_sum
 from isograd.engine.zero import SCALES, ShardedOptimizer, Verdict
-from isograd.errors import EngineError
+from isograd.errors import EngineError, IsogradError
 
 COLUMNS = 5  # of a rank's row: its squares, weight, loss, digest of inputs and count of wrong ones
 
@@ -75,15 +74,25 @@ class Decision:
     def take(self, table: StepStatus, unused: set[str], clip: float | None, *, may_be_late: bool) -> Taken:
         """Everything is reduced. Skip, or step with `clip`."""
         state, raised, rows = self._step_state, None, self._rows(table)
-        by_card = rows is not None and self._all_can(table)
+        by_card = rows is not None and bool(table.more["device"].all())
         if rows is not None and by_card:
             verdict = verdict_of(rows, self._places, clip, state.now.scale)
             raised = self._optimizer.step(state, 0.0, unused, verdict)
             own = torch.stack((verdict.refused, verdict.grad_norm))
             numbers = raw.copy_to_host(torch.cat((own, rows.flatten())))
-            if may_be_late and state.now.loss_scale is None:
+            usual = clip is None or SCALES[0] < clip < SCALES[1]  # else the host may take what the card does not
+            if may_be_late and usual and state.now.loss_scale is None:
                 weights = state.now.term_weights
-                return Taken(lambda: self._read_late(numbers(), table, weights), raised, late=True)
+
+                def read() -> Stats:
+                    try:
+                        return self._read_late(numbers(), table, weights)
+                    except IsogradError:
+                        if state.now.before is read:  # said here; it is said once
+                            state.change(before=None)
+                        raise
+
+                return Taken(read, raised, late=True)
             refused, grad_norm = numbers()[:2].tolist()
             by_card, rows = not refused, numbers()[2:].view(rows.shape)
         totals = self.totals(table, rows, whole=True)
@@ -105,7 +114,11 @@ class Decision:
         step_status.refuse_wrong(table, self.mesh)
         step_status.refuse_weightless(table, term_weights, self.mesh)
         totals = step_status.totals(table, term_weights, self.mesh, 1.0, math.nan)
-        return Stats(totals.loss, float(numbers[1]), totals.weight, bool(numbers[0]), totals.loss_scale)
+        refused, grad_norm = bool(numbers[0]), float(numbers[1])
+        if refused and math.isfinite(grad_norm):
+            seen = f"gradients of norm {grad_norm:g}, a weight of {totals.weight:g}"
+            raise EngineError("IG587", seen=seen, where=self.mesh.describe_rank())
+        return Stats(totals.loss, grad_norm, totals.weight, refused, totals.loss_scale)
 
     def totals(self, table: StepStatus, rows: Tensor | None = None, whole: bool = False) -> StepTotals:
         """What all ranks' rows come to. `whole`: for a step.
@@ -133,15 +146,6 @@ class Decision:
         shards, slots = self._step_state.now.final_shards, self._step_state.plan.slots
         counted = [shards[slot] for slot in self._counted if slot in shards and shards[slot].numel()]
         return counted, self.mesh.group("world"), slots[0].parameter.device
-
-    def _all_can(self, table: StepStatus) -> bool:
-        if table.late is None or not bool(table.more["device"].all()):
-            return False
-        try:  # what hosts know; the zeros where cards' numbers will stand refuse nothing
-            step_status.refuse_wrong(table, self.mesh)
-        except EngineError:
-            return False
-        return True
 
 
 def places_of(mesh: Mesh, same_inputs: str) -> list[Tensor]:

@@ -361,8 +361,8 @@ class Engine:
 
     def step_async(self) -> PendingStats:
         """`step` that returns while a card works, if the card can decide alone (engine/decision.py): `wait()` of
-        what it returns gives the step's numbers, or raises what was refused. The next step reads them, and refuses both
-        (IG586). Of a step that was skipped it is not known where its numbers were not finite."""
+        what it returns gives the step's numbers, or raises what was refused. Else the next call of all ranks does, and
+        refuses both (IG586). Of a step that was skipped it is not known where its numbers were not finite."""
         return self._step(may_be_late=True)
 
     def _step(self, may_be_late: bool) -> PendingStats:
@@ -441,10 +441,12 @@ class Engine:
         step_state.must_be(State.OPEN, State.REDUCED, State.FAILED)
         grads = before = None
         if status is not Status.DISCARDS:
-            grads, before = step_state.problem_in_grads(), step_state.now.problem_before(self.mesh)
+            grads = step_state.problem_in_grads()
+            before = None if step_state.state is State.FAILED else step_state.now.problem_before(self.mesh)
         if before is not None and status in step_status.TOGETHER:
             raise before
         wrong = wrong or before or self._watch.problem(self.mesh) or self._sharded_optimizer.problem(self.mesh) or grads
+        wrong = wrong or validation.clip_problem(self.clip, self.mesh)
         self._check_lockstep("comes to engine.begin, step, grads or discard", status)
         if announces is None:
             own, columns = step_state.now.loss(), term_weights.columns()

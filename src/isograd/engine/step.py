@@ -131,8 +131,8 @@ class StepState:
         return found.why if found is not None and same else None
 
     def mark_consistent(self) -> None:
-        """They are equal again, on all ranks."""
-        self.change(inconsistent=None)
+        """They are equal again, on all ranks, and what a step before has left unread is not of them."""
+        self.change(inconsistent=None, before=None)
 
     def fail(self, reason: BaseException | str) -> None:
         """The step cannot be finished; ranks are told at its gather."""
@@ -425,7 +425,7 @@ class StepState:
         self.reducer.finish_all()
         if self.units is not None:
             self.units.abort()
-        self.clear()
+        self.clear(self.now.before)
 
     def mark_discarded(self, error: BaseException | None = None) -> None:
         """All ranks have just dropped a step, in their one gather: the rank that failed called `discard` there, and the

@@ -154,7 +154,9 @@ def gather_step_status(
         if table.late is not None and not may_be_late:
             world = step_state.mesh.group("world")
             table = table.late.complete(raw.to_host(torch.stack(raw.gather_list(table.late.mine, world))))
-        if table.late is None and status not in (Status.DISCARDS, *TOGETHER):
+        if table.late is not None:  # what hosts know, before the reductions; zeros in the place of the rest are right
+            refuse_wrong(table, step_state.mesh)
+        elif status not in (Status.DISCARDS, *TOGETHER):
             decide(table)
     if status is Status.DISCARDS:
         drop()

@@ -55,6 +55,12 @@ def refuse_wrapped(model: nn.Module, mesh: Mesh) -> None:
             raise EngineError("IG557", seen=seen, where=mesh.describe_rank())
 
 
+def clip_problem(clip: object, mesh: Mesh) -> EngineError | None:
+    """It may be set between steps."""
+    right = clip is None or (isinstance(clip, Real) and float(clip) >= 0)
+    return None if right else EngineError("IG522", seen=f"clip={clip!r}", where=mesh.describe_rank())
+
+
 def check_supported_parameters(
     model: nn.Module, table: ContractTable, mesh: Mesh, options: Mapping[str, object] = MappingProxyType({})
 ) -> int:
@@ -79,7 +85,7 @@ def check_supported_parameters(
     given = {name: {note[3][name] for note in notes} for name in options}
     unlike = [f"{name} is {' or '.join(sorted(values))}" for name, values in given.items() if len(values) > 1]
     clip, bucket, scale = options.get("clip"), options.get("bucket_mb", 1.0), options.get("loss_scale")
-    if not (clip is None or (isinstance(clip, Real) and float(clip) >= 0)):
+    if clip_problem(clip, mesh) is not None:
         unlike.append(f"clip={clip!r}")
     if not (isinstance(bucket, Real) and 0 < float(bucket) < math.inf):
         unlike.append(f"bucket_mb={bucket!r}")

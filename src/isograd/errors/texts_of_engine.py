@@ -282,10 +282,13 @@ IG583: what a rank keeps has changed between two steps
 IG584: these gradients are of a step that has ended
   expected: engine.grads() after the last backward, read before engine.step() or engine.discard()
   fix:      look them up before; a clone of one may be kept
-IG586: the step before this one, whose numbers were read late, was refused: both are dropped
+IG586: the last step, whose numbers are read only now, was refused
   expected: numbers of a step that all ranks can take
-  fix:      what was refused is above, and parameters are as before both steps: go on with the next batch; with
-            engine.step() in place of step_async() a step is refused where it is wrong
+  fix:      it has changed no parameter, and what was called now is not done, either: go on with the next batch, or call
+            again; engine.step() in place of step_async() refuses a step where it is wrong
+IG587: a card could not take the step: gradients' factor is no usual number of fp32
+  expected: weights that are numbers of tokens or rows
+  fix:      engine.step() in place of step_async(): the host takes such a step
 IG585: engine.optimizer.load_state_dict was given a state that is not this rank's part
   expected: what engine.optimizer.state_dict() has returned on this rank under this layout: its rows, in its own file
   fix:      CheckpointManager(folder, engine): its save and load take all ranks' rows, under any layout
