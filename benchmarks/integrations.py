@@ -8,7 +8,8 @@ and `tp`, DeepSpeed's Ulysses for transformers (which is what accelerate's `sp_s
 are in accelerate's loop: prepare, backward, step, zero_grad; under cp also in DeepSpeed's. An "own loop" has
 `ig.Engine` and no library around it; a second table has what the integration costs over it, and over the peer.
 accelerate turns FSDP on for GPUs alone, and so its state is told here what it sets there. DeepSpeed races where it is
-installed. The columns are those of benchmarks.data_parallel.
+installed. The columns are those of benchmarks.data_parallel. MALLOC_MMAP_THRESHOLD_=131072 in the environment takes the
+free memory that malloc keeps out of the peaks, and slows all.
 
 At ZeRO 0 to 2 DeepSpeed sums gradients over sequence ranks and divides by data ranks alone, so a rank's loss is its
 labels' sum over the number of all labels. The loss of accelerate's page and of the Trainer goes through
