@@ -230,16 +230,16 @@ def costs(rows: list[dict[str, Any]]) -> None:
     table = Table(
         "integration", "over", "step", "CPU", "peak", title="at most 1.00 of a peer, 1.03 of an own loop's CPU"
     )
-    for loop, kind in (("accelerate", "zero3"), ("accelerate", "tp"), ("accelerate", "cp"), ("deepspeed", "cp")):
-        mine = named.get(f"isograd {loop} {kind}")
-        for other in [named.get(f"own loop {kind}"), named.get(mine["peer"])] if mine else []:
-            if other:
-                ratios = (
-                    statistics.median(a / b for a, b in zip(mine[key], other[key], strict=True))
-                    for key in ("rounds_s", "rounds_cpu_s")
-                )
-                peak = mine["peak_bytes"] / other["peak_bytes"]
-                table.add_row(mine["name"], other["name"], *(f"{ratio:.3f}" for ratio in (*ratios, peak)))
+    for mine in (row for row in rows if row["name"].startswith("isograd")):
+        own, found = f"own loop {mine['name'].split()[-1]}", {}
+        if own in mine["beside"]:  # in another heat there is no such ratio
+            pairs = (zip(mine[key], named[own][key], strict=True) for key in ("rounds_s", "rounds_cpu_s"))
+            ratios = [statistics.median(a / b for a, b in pair) for pair in pairs]
+            found[own] = [*ratios, mine["peak_bytes"] / named[own]["peak_bytes"]]
+        if mine["peer"]:
+            found[mine["peer"]] = [mine[key] for key in ("of_peer", "cpu_of_peer", "peak_of_peer")]
+        for other, ratios in found.items():
+            table.add_row(mine["name"], other, *(f"{ratio:.3f}" for ratio in ratios))
     Console().print(table)
 
 

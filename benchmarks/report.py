@@ -121,6 +121,7 @@ def row(result: Result, sizes: Sizes, ranks: int) -> dict[str, Any]:
         "of_one": _median(result.ratios(ONE.name)),
         "of_one_rounds": result.ratios(ONE.name),
         "cpu_of_one": _median(result.work_ratios(ONE.name)),
+        "beside": list(result.heat),
         "peer": peer,
         "of_peer": _median(result.ratios(peer)),
         "of_peer_rounds": result.ratios(peer),
