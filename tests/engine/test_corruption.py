@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isograd.comm import raw, threads
+from isograd.comm import raw, threads, world
 from isograd.comm.consensus import all_gather_object
+from isograd.comm.group import Group
 from isograd.core.layout import Layout
 from isograd.engine import batches
 from isograd.engine.engine import Engine
@@ -311,13 +312,12 @@ def test_the_sums_of_an_engine_stay_when_another_one_steps_beside_it(worlds) -> 
     assert worlds(2).run(two_engines) == threads.run(two_engines, 2, timeout=60) == [["0"] * 2] * 2
 
 
-def step_with_a_flip(layout: str, model: str, axes: str, flips: Counter[str]) -> list[str]:
+def step_with_a_flip(layout: str, model: str, axes: str, groups: list[Group], flips: Counter[str]) -> list[str]:
     """A good step, one in which a bit of rank 1's first message over `axes` flips, a good one."""
     engine = toys.engine_of(layout, model, dtype=torch.float32)
     said = []
     for step in range(3):
         if step == 1 and engine.mesh.rank == 1:
-            groups = threads.member().groups
             threads.member().flip = lambda transport, t: (
                 t.dtype == torch.float32 and t.numel() >= 16 and any(
                     g.transport is transport and g.axes == axes and g.purpose != "gradients" for g in groups
@@ -349,8 +349,14 @@ def test_a_bit_flipped_in_a_message_is_found_in_its_step(layout, model, axes, mo
         send(self, handle, tensors, peer, tag, control)
 
     monkeypatch.setattr(threads.ThreadTransport, "send", sent)
-    flips: Counter[str] = Counter()
-    ours, theirs = threads.run(step_with_a_flip, 2, layout, model, axes, flips, timeout=60)
+    flips, groups, new_group = Counter[str](), list[Group](), world.new_group
+
+    def noted(*args: Any) -> Group:
+        groups.append(new_group(*args))
+        return groups[-1]
+
+    monkeypatch.setattr(world, "new_group", noted)
+    ours, theirs = threads.run(step_with_a_flip, 2, layout, model, axes, groups, flips, timeout=60)
     assert flips[layout] == 2, "the bit was flipped"
     assert ours == theirs
     assert ours[0] == ours[2] == "", ours
