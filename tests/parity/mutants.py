@@ -38,6 +38,7 @@ PLAIN = (
     "raw.is_nccl",
     "raw.wait_at_most",
     "raw.to_host",
+    "raw.copy_to_host",
     "ops.uncompiled",
 )  # no communication
 
