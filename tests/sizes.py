@@ -30,11 +30,13 @@ def on_gloo() -> bool:
     return os.environ.get("RANKS") == "gloo"
 
 
-def pairwise(cases: Iterable[Case], values: Callable[[Any], Sequence[Hashable]] = tuple) -> list[Case]:
-    """As few cases as a greedy choice finds in which any two values that meet in some case meet."""
+def pairwise(
+    cases: Iterable[Case], values: Callable[[Any], Sequence[Hashable]] = tuple, met: Iterable[Case] = ()
+) -> list[Case]:
+    """As few cases as a greedy choice finds in which any two values that meet in some case, and not in `met`, meet."""
     pairs = {case: {*combinations(enumerate(values(case)), 2)} for case in cases}
     chosen: list[Case] = []
-    left = set().union(*pairs.values())
+    left = set().union(*pairs.values()) - set().union(*(pairs[case] for case in met))
     while left:
         chosen.append(max(pairs, key=lambda case: len(pairs[case] & left)))
         left -= pairs[chosen[-1]]
@@ -44,10 +46,21 @@ def pairwise(cases: Iterable[Case], values: Callable[[Any], Sequence[Hashable]] 
 def sized(
     cases: Sequence[tuple[Any, ...]], values: Callable[[Any], Sequence[Hashable]], fast: Callable[[Any], bool]
 ) -> list[Any]:
-    """The cases as parameters of a test: unmarked when `fast`, medium when `pairwise` chose them, else slow."""
-    medium = set(pairwise(cases, values))
-    size = {case: () if fast(case) else pytest.mark.medium if case in medium else pytest.mark.slow for case in cases}
+    """The cases as parameters of a test. As few of them as any two values need to meet are unmarked when `fast`, else
+    medium; the rest are slow."""
+    quick = pairwise(filter(fast, cases), values)
+    medium = pairwise(cases, values, quick)
+    size = {case: () if case in quick else pytest.mark.medium if case in medium else pytest.mark.slow for case in cases}
     return [pytest.param(*case, marks=size[case]) for case in cases]
+
+
+def one_of_each(firsts: Sequence[Any], others: Iterable[Any], at_most: int | None = None) -> list[Any]:
+    """All pairs as parameters of a test: those of `make test` have each of the first (`at_most`) values once, beside
+    another one of the others."""
+    others = list(others)
+    kept = [(first, others[number % len(others)]) for number, first in enumerate(firsts[:at_most])]
+    every = [(first, other) for first in firsts for other in others]
+    return [pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in kept)) for pair in every]
 
 
 def few(values: Iterable[Case], slow: Iterable[Case]) -> list[Any]:

@@ -68,10 +68,12 @@ MODELS_OF_CP: dict[str, TransformerConfig] = {
     "gpt2-ring": replace(MODELS["gpt2"], attention_dropout=0.0),
     "four": TransformerConfig(vocab=101, hidden=24, layers=2, heads=4, head_dim=6, mlp=41),
 }
-# For pp: layers that no number of stages divides.
+# For pp: layers that no number of stages divides; "deeper" for eight stages.
 MODELS_OF_PP: dict[str, TransformerConfig] = {
-    "deep": replace(MODELS["llama"], layers=9),
-    "deep-tied": replace(MODELS["gpt2"], layers=9, attention_dropout=0.0),
+    "deep": replace(MODELS["llama"], layers=5),
+    "deep-tied": replace(MODELS["gpt2"], layers=5, attention_dropout=0.0),
+    "deeper": replace(MODELS["llama"], layers=9),
+    "deeper-tied": replace(MODELS["gpt2"], layers=9, attention_dropout=0.0),
 }
 CONFIGS = MODELS | MODELS_OF_CP | MODELS_OF_PP
 

@@ -11,7 +11,7 @@ import torch
 
 from isograd.core.layout import Layout
 from isograd.models import TransformerConfig
-from tests.sizes import few, pairwise, sized
+from tests.sizes import few, one_of_each, pairwise, sized
 
 from . import cases
 
@@ -37,15 +37,26 @@ GRID = list(itertools.product(LAYOUTS, cases.MODELS, (1, 3)))
 
 
 def settings(case: tuple[Any, ...]) -> tuple[Hashable, ...]:
-    """The values of a case (layout, model, further values) of which any two meet in `make test`."""
+    """The values of a case (layout, model, further values) of which any two meet in `make test`: of sizes it tells
+    apart dp 1, 2 and more, tp 1, 2 and more, and whether there is a ring and whether Ulysses."""
     layout, *rest = case
     sizes = Layout.parse(layout)
-    return (sizes.dp, (sizes.tp, sizes.sp), (sizes.ring, sizes.ulysses), sizes.zero, *rest)
+    return (min(sizes.dp, 3), (min(sizes.tp, 4), sizes.sp), sizes.ring > 1, sizes.ulysses > 1, sizes.zero, *rest)
+
+
+def ranks(case: tuple[Any, ...]) -> int:
+    """Of a case: where two are equally good, `make test` has the smaller one."""
+    return Layout.parse(case[0]).world_size
+
+
+def never(case: tuple[Any, ...]) -> bool:
+    """No case of `make test-fast`."""
+    return False
 
 
 def on_two_ranks(case: tuple[Any, ...]) -> bool:
     """The cases of `make test-fast`: three micro-batches, the last without labels."""
-    return Layout.parse(case[0]).world_size == 2 and case[-1] == 3
+    return ranks(case) == 2 and case[-1] == 3
 
 
 @pytest.mark.parametrize(("layout", "model", "accumulation"), sized(GRID, settings, on_two_ranks))
@@ -54,7 +65,7 @@ def test_a_layout_trains_as_one_device_does(threads, layout: str, model: str, ac
     assert not case.wrong(threads(Layout.parse(layout).world_size).run(case.run))
 
 
-CP_GRID = [
+CP_GRID = sorted([
     (layout, model, packed, accumulation)
     for layout in (
         "cp2 ulysses", "cp3 ulysses", "cp4 ulysses zero1", "cp2 ring", "cp3 ring zero2", "cp4 ring", "cp4 ulysses2",
@@ -67,7 +78,7 @@ CP_GRID = [
     )
     for accumulation in (1, 3)
     if runs(Layout.parse(layout), cases.CONFIGS[model])
-]  # fmt: skip
+], key=ranks)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -83,7 +94,7 @@ def test_a_cut_sequence_trains_as_one_device_does(
 
 
 # (layout, model, documents, rows, length, labels at the start only, accumulation): what CP_GRID leaves out, in pairs.
-CP_PAIRS = pairwise(
+CP_PAIRS = sorted(pairwise(
     [
         case
         for case in itertools.product(
@@ -96,47 +107,54 @@ CP_PAIRS = pairwise(
         )
         if runs(Layout.parse(case[0]), cases.CONFIGS[case[1]])
     ]
-)  # fmt: skip
+), key=ranks)  # fmt: skip
 
 
-def named(case: tuple[object, ...]) -> str:
+def named(case: tuple[Any, ...]) -> str:
     layout, model, packed, rows, length, early, accumulation = case
     words = [layout, model, "packed" if packed else "causal", f"{rows}x{length}", "early" if early else "uneven"]
     return "-".join(map(str, [*words, accumulation]))
 
 
-@pytest.mark.parametrize("case", CP_PAIRS, ids=map(named, CP_PAIRS))
-def test_any_two_properties_of_a_cut_sequence_go_together(threads, case: tuple) -> None:
+@pytest.mark.parametrize(
+    ("layout", "model", "packed", "rows", "length", "early", "accumulation"),
+    sized(CP_PAIRS, settings, never),
+    ids=map(named, CP_PAIRS),
+)
+def test_any_two_properties_of_a_cut_sequence_go_together(
+    threads, layout: str, model: str, packed: bool, rows: int, length: int, early: bool, accumulation: int
+) -> None:
     """One row or three, odd and even lengths, 4, 9 / 3 and 8 / 2 heads, documents or not, ranks without any label."""
-    layout, model, packed, rows, length, early, accumulation = case
     whole = cases.Case(layout, model, accumulation, text=cases.Text(rows, length, packed, early))
     assert not whole.wrong(threads(Layout.parse(layout).world_size).run(whole.run))
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2-ring"])
-@pytest.mark.parametrize("layout", ["cp2 ulysses", "dp2 cp2 ring"])
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    one_of_each(["cp2 ulysses", "dp2 cp2 ring"], ["llama", "gpt2-ring"]),
+)
 def test_zero_stages_give_the_same_bits_under_cp(threads, layout: str, model: str) -> None:
     world = threads(Layout.parse(layout).world_size)
     runs_ = [cases.on_layout(world, f"{layout} zero{stage}", model, 3)[0] for stage in (0, 1, 2)]
     assert len({run.settled for run in runs_}) == 1
 
 
-@pytest.mark.parametrize("model", cases.MODELS)
-@pytest.mark.parametrize("layout", ["dp2 tp2 sp zero1", "tp4", "dp2 cp2 ulysses zero1"])
+@pytest.mark.parametrize(
+    ("layout", "model"), one_of_each(["dp2 tp2 sp zero1", "tp4", "dp2 cp2 ulysses zero1"], cases.MODELS)
+)
 def test_reproducible_trains_as_one_device_does(threads, layout: str, model: str) -> None:
     case = cases.Case(layout, model, 3, reproducible=True)
     assert not case.wrong(threads(4).run(case.run))
 
 
-@pytest.mark.parametrize("model", cases.MODELS)
-@pytest.mark.parametrize("layout", few(["dp2", "dp2 tp2 sp", "dp4 tp2"], slow=["dp4 tp2"]))
+@pytest.mark.parametrize(("layout", "model"), one_of_each(["dp2", "dp2 tp2 sp", "dp4 tp2"], cases.MODELS, 2))
 def test_zero_stages_give_the_same_bits(threads, layout: str, model: str) -> None:
     world = threads(Layout.parse(layout).world_size)
     runs = [cases.on_layout(world, f"{layout} zero{stage}", model, 3)[0] for stage in (0, 1, 2)]
     assert len({run.settled for run in runs}) == 1
 
 
-@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("model", few(cases.MODELS, slow=["gpt2"]))
 def test_reproducible_gives_the_same_bits_for_every_split(threads, model: str) -> None:
     """dp 1, 2, 4 x accumulation 4, 2, 1, at different stages, fp32."""
     runs = [
@@ -170,11 +188,28 @@ def noise_ratios(found: cases.Trained, dtype: torch.dtype, model: str, micro_bat
 FLOOR_OF_NOISE = 1e-3  # tensors whose whole gradient is below a rounding of the model's are judged on that rounding
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("model", ["llama", "qwen"])
+PRECISIONS = list(
+    itertools.product(
+        [
+            "dp2 zero1",
+            "tp2 sp",
+            "cp2 ulysses",
+            "cp2 ring",
+            "dp2 tp2 zero0",
+            "dp2 tp2 sp zero2",
+            "tp4 sp",
+            "cp4 ulysses2",
+        ],
+        ["llama", "qwen"],
+        [torch.float32, torch.bfloat16],
+    )
+)
+
+
 @pytest.mark.parametrize(
-    "layout",
-    ["dp2 zero1", "tp2 sp", "dp2 tp2 zero0", "dp2 tp2 sp zero2", "tp4 sp", "cp2 ulysses", "cp2 ring", "cp4 ulysses2"],
+    ("layout", "model", "dtype"),
+    sized(PRECISIONS, settings, never),
+    ids=[f"{layout}-{model}-{'bf16' if dtype == torch.bfloat16 else 'fp32'}" for layout, model, dtype in PRECISIONS],
 )
 def test_working_precision_stays_within_one_devices_noise(threads, layout: str, model: str, dtype: torch.dtype) -> None:
     """Below 2 is right, above 8 is a bug (GRADIENTS.md 4): the whole gradient stays below 2, no tensor reaches 3."""

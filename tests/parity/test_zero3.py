@@ -10,7 +10,7 @@ from isograd.core.layout import Layout
 from tests.sizes import sized
 
 from . import cases
-from .test_grid import on_two_ranks, settings
+from .test_grid import on_two_ranks, ranks, settings
 
 LAYOUTS = [
     "dp2", "dp4", "dp8", "dp3", "dp2 tp2 sp", "dp4 tp2 sp", "dp2 tp2", "tp2 sp", "cp2 ulysses", "cp2 ring",
@@ -22,7 +22,9 @@ def runs(layout: Layout, model: str) -> bool:
     return not (layout.ring > 1 and cases.CONFIGS[model].attention_dropout)
 
 
-GRID = [case for case in product(LAYOUTS, cases.MODELS, (1, 3)) if runs(Layout.parse(case[0]), case[1])]
+GRID = sorted(
+    (case for case in product(LAYOUTS, cases.MODELS, (1, 3)) if runs(Layout.parse(case[0]), case[1])), key=ranks
+)
 
 
 @pytest.mark.parametrize(("layout", "model", "accumulation"), sized(GRID, settings, on_two_ranks))
