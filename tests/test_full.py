@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +21,8 @@ FILES = {
 
 def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *words]
-    return subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+    told = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # these import torch
+    return subprocess.run(command, cwd=folder, env=told, check=False, capture_output=True, text=True)
 
 
 def git(folder: Path, *words: str) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 import isograd as ig
 from isograd.hf.force_fp64 import ForceFP64
+from tests.sizes import few
 
 from .test_cut_sequences import Rows, model
 from .toys import arguments
@@ -31,6 +32,7 @@ AXES = [
     ("dp2 zero2", 3), ("cp2 ulysses zero1", 1), ("tp2 sp zero3", 3), ("cp2 ring zero3", 3), ("tp2", 1),
     ("dp2 zero3", 1),
 ]  # fmt: skip
+SHORT = [AXES[4], AXES[0], AXES[3]]  # what `make test` has of it
 EXPERTS = [("dp2 ep2 zero1", 1), ("tp2 zero2", 3), ("dp2 zero1", 1), ("dp2 ep2 zero3", 3)]
 STAGES = [("pp2 1f1b", 3), ("cp2 ring zero2", 1), ("pp2 zb zero1", 1), ("tp2 zero1", 3), ("pp2 1f1b zero3", 3)]
 
@@ -223,22 +225,22 @@ def has_whole_parameters(folder: Path, chain: list[tuple[str, int]], fabric: boo
 IDS = {"ids": lambda chain: chain[0][0]}
 
 
-@pytest.mark.parametrize("chain", [AXES, EXPERTS, STAGES], **IDS)
+@pytest.mark.parametrize("chain", few([SHORT, AXES, EXPERTS, STAGES], slow=[AXES, EXPERTS]), **IDS)
 def test_the_trainers_run_goes_on(worlds, tmp_path: Path, chain: Any) -> None:
     compare(worlds, by_the_trainer, chain, tmp_path)
 
 
-@pytest.mark.parametrize("chain", [AXES, EXPERTS], **IDS)
+@pytest.mark.parametrize("chain", few([SHORT, AXES, EXPERTS], slow=[AXES]), **IDS)
 def test_accelerates_run_goes_on(worlds, tmp_path: Path, chain: Any) -> None:
     compare(worlds, by_accelerate, chain, tmp_path)
 
 
-@pytest.mark.parametrize("chain", [AXES, EXPERTS], **IDS)
+@pytest.mark.parametrize("chain", few([SHORT, AXES, EXPERTS], slow=[AXES, EXPERTS]), **IDS)
 def test_deepspeeds_run_goes_on(worlds, tmp_path: Path, chain: Any) -> None:
     compare(worlds, by_deepspeed, chain, tmp_path)
 
 
-@pytest.mark.parametrize("chain", [AXES, EXPERTS], **IDS)
+@pytest.mark.parametrize("chain", few([SHORT, AXES, EXPERTS], slow=[AXES, EXPERTS]), **IDS)
 def test_fabrics_run_goes_on(worlds, tmp_path: Path, chain: Any) -> None:
     pytest.importorskip("lightning.fabric")
     compare(worlds, by_fabric, chain, tmp_path)
@@ -246,7 +248,14 @@ def test_fabrics_run_goes_on(worlds, tmp_path: Path, chain: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chain", "manual"), [(AXES, False), (EXPERTS, False), (STAGES, False), (AXES, True), (EXPERTS, True)],
+    ("chain", "manual"),
+    [
+        (SHORT, False),
+        *(
+            pytest.param(chain, manual, marks=pytest.mark.slow)
+            for chain, manual in ((AXES, False), (EXPERTS, False), (STAGES, False), (AXES, True), (EXPERTS, True))
+        ),
+    ],
     ids=lambda value: value[0][0] if isinstance(value, list) else "manual" if value else "automatic",
 )  # fmt: skip
 def test_lightnings_run_goes_on(worlds, tmp_path: Path, chain: Any, manual: bool) -> None:

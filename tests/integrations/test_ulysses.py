@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from isograd.errors import IntegrationError
 from isograd.hf.force_fp64 import ForceFP64
 from isograd.integrations import deepspeed
 from tests.integrations.stand_ins import model
+from tests.integrations.worlds import as_torchrun_starts_it
 
 ROOT = Path(__file__).parents[2]
 
@@ -182,9 +187,31 @@ def test_a_loader_that_raises_is_told_to_all_ranks(worlds, odd: bool) -> None:
     assert ("are no tensors" if odd else "no such shard") in second[0]
 
 
+FOUNDING = ("deepspeed_5664.py", "deepspeed_5248.py", "deepspeed_1902.py")
+
+
+def program(script: str) -> tuple[Any, str]:
+    """A script in a rank that is there already, which stays in its world: how it ended, and what it printed."""
+    path, out = ROOT / "examples" / "founding" / script, io.StringIO()
+    stays = mock.patch.object(dist, "destroy_process_group", lambda *_: None)
+    with as_torchrun_starts_it(), mock.patch.object(sys, "argv", [str(path)]), stays, redirect_stdout(out):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            return end.code, out.getvalue()
+    return 0, out.getvalue()
+
+
 @pytest.mark.medium
-@pytest.mark.parametrize("script", ["deepspeed_5664.py", "deepspeed_5248.py", "deepspeed_1902.py"])
-def test_a_founding_case_is_right_on_four_ranks(script: str) -> None:
+@pytest.mark.parametrize("script", FOUNDING)
+def test_a_founding_case_is_right_on_four_ranks(worlds, script: str) -> None:
+    for code, said in worlds(4).run(program, script):
+        assert not code, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", FOUNDING)
+def test_so_it_is_under_torchrun(script: str) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     run([*words, f"examples/founding/{script}"])
 

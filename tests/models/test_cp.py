@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
+from itertools import product
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import ModelError
 from isograd.models import Transformer, TransformerConfig, preset
-from tests.sizes import few
+from tests.sizes import few, sized
 
 LAYOUTS = ["cp2 ulysses", "cp2 ring", "cp3 ring", "cp4 ulysses2", "cp2 ulysses tp2 sp", "dp2 cp2 ring zero1"]
 CONFIG = TransformerConfig(vocab=53, hidden=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp=31, dropout=0.1)
@@ -59,9 +61,16 @@ def gradients(layout: str, how: str) -> dict[str, Tensor]:
     return {**found, "loss": torch.tensor(engine.step().loss)}
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("how", ["plain", "recompute", "logits", "first labels only"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+def settings(case: tuple[str, str]) -> tuple[Hashable, ...]:
+    """The values of a case of which any two meet in `make test`."""
+    sizes = Layout.parse(case[0])
+    return (sizes.ring > 1, sizes.ulysses > 1, sizes.tp, sizes.dp, case[1])
+
+
+WAYS = ("plain", "recompute", "logits", "first labels only")
+
+
+@pytest.mark.parametrize(("layout", "how"), sized([*product(LAYOUTS, WAYS)], settings, lambda case: False))
 def test_gradients_are_one_devices(threads, layout: str, how: str) -> None:
     """Also of a loss computed from the gathered logits: each cp rank weighs it once, so its adjoint is the sum."""
     expected = threads(1).run(gradients, "1", how)[0]

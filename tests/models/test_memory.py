@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import ModelError
 from isograd.models import Transformer, TransformerConfig, transformer
+from tests.sizes import sized
 
 UNTIED = TransformerConfig(vocab=53, hidden=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp=31, dropout=0.1)
 CONFIGS = {"untied": UNTIED, "tied": dataclasses.replace(UNTIED, tied=True)}
@@ -69,10 +71,9 @@ def plain(tied: str) -> dict[str, Tensor]:
     return {**{n: p.grad for n, p in model.named_parameters() if p.grad is not None}, "loss": loss.detach()}
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("tied", CONFIGS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "tied", "how"), sized([*product(LAYOUTS, CONFIGS, WAYS)], tuple, lambda case: False)
+)
 def test_gradients_are_those_of_whole_logits_on_one_device(threads, layout: str, tied: str, how: str) -> None:
     expected = plain(tied)
     for found in threads(Layout.parse(layout).world_size).run(gradients, layout, tied, how):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from isograd.core.mesh import Mesh
 from isograd.engine.zero import Shards
 from isograd.errors import PipelineError
 from isograd.pipeline import Stages
+from tests.sizes import sized
 
 from . import toys
 from .test_refusals import LIMIT, batch, engine_of
@@ -32,13 +34,22 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("micro_batches", [2, 6])
+MODELS = (toys.plain, toys.tied, toys.half_used, toys.tuples, toys.partly_frozen)
+GRID = list(product(LAYOUTS, MODELS, (2, 6)))
+
+
+def quick(case: tuple[Any, ...]) -> bool:
+    """The cases of `make test-fast`."""
+    return case[0] in ("pp2", "pp2 zb zero1") and case[2] == 2
+
+
 @pytest.mark.parametrize(
-    "make", [toys.plain, toys.tied, toys.half_used, toys.tuples, toys.partly_frozen], ids=lambda f: f.__name__
+    ("layout", "make", "micro_batches"),
+    sized(GRID, tuple, quick),
+    ids=[f"{layout}-{make.__name__}-{micro_batches}" for layout, make, micro_batches in GRID],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_stages_train_as_one_device_does(worlds, layout: str, make: toys.Make, micro_batches: int) -> None:
-    found = worlds(Layout.parse(layout).world_size).run(partial(toys.train, layout, make, micro_batches))
+def test_stages_train_as_one_device_does(threads, layout: str, make: toys.Make, micro_batches: int) -> None:
+    found = threads(Layout.parse(layout).world_size).run(partial(toys.train, layout, make, micro_batches))
     assert not toys.differences(found, toys.one_device(make, micro_batches))
 
 
