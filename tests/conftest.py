@@ -104,6 +104,22 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int],
         one.close()
 
 
+@pytest.fixture
+def lent(worlds: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting ranks costs more than proving with them: a proof is lent the worlds of all tests."""
+    from isograd.prove import prove, slopes
+
+    class Lent:
+        def __init__(self, ranks: int) -> None:
+            self.run = worlds(ranks).run
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(prove, "World", Lent)
+    monkeypatch.setattr(slopes, "World", Lent)
+
+
 @pytest.fixture(scope="session")
 def threads(request: pytest.FixtureRequest) -> Callable[[int], Threads | World]:
     """For what is proven of the engine, whatever carries its messages: at half of the CPU time of processes."""

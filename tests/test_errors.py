@@ -6,6 +6,7 @@ import ast
 import pickle
 import re
 import runpy
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ RANGES = {
 }
 
 
+@lru_cache
 def raised() -> list[tuple[str, str, ast.Call]]:
     """(class, code, call) of every error the source makes."""
     found = []

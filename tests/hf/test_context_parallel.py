@@ -442,6 +442,7 @@ def mean_of(mesh: Mesh, model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, T
 
 
 @pytest.mark.medium
+@pytest.mark.usefixtures("lent")
 def test_the_verifier_proves_an_attached_model() -> None:
     report = ig.verify(case, ["cp2 ring", "cp2 ulysses zero1"])
     assert report.ok, f"\n{report}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -38,6 +38,13 @@ MODELS = (toys.plain, toys.tied, toys.half_used, toys.tuples, toys.partly_frozen
 GRID = list(product(LAYOUTS, MODELS, (2, 6)))
 
 
+def settings(case: tuple[Any, ...]) -> tuple[Hashable, ...]:
+    """The values of a case of which any two meet in `make test`."""
+    layout, *rest = case
+    sizes = Layout.parse(layout)
+    return (sizes.dp, sizes.pp, sizes.vpp, sizes.schedule, sizes.zero, *rest)
+
+
 def quick(case: tuple[Any, ...]) -> bool:
     """The cases of `make test-fast`."""
     return case[0] in ("pp2", "pp2 zb zero1") and case[2] == 2
@@ -45,11 +52,11 @@ def quick(case: tuple[Any, ...]) -> bool:
 
 @pytest.mark.parametrize(
     ("layout", "make", "micro_batches"),
-    sized(GRID, tuple, quick),
+    sized(GRID, settings, quick),
     ids=[f"{layout}-{make.__name__}-{micro_batches}" for layout, make, micro_batches in GRID],
 )
-def test_stages_train_as_one_device_does(threads, layout: str, make: toys.Make, micro_batches: int) -> None:
-    found = threads(Layout.parse(layout).world_size).run(partial(toys.train, layout, make, micro_batches))
+def test_stages_train_as_one_device_does(worlds, layout: str, make: toys.Make, micro_batches: int) -> None:
+    found = worlds(Layout.parse(layout).world_size).run(partial(toys.train, layout, make, micro_batches))
     assert not toys.differences(found, toys.one_device(make, micro_batches))
 
 

@@ -15,9 +15,8 @@ from isograd.prove.case import Case
 from isograd.prove.prove import verify
 from isograd_verify.compare.classes import Fitted, fitted, shifts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, PASS
-from tests.prove.test_prove import lent
 
-__all__ = ["lent"]
+pytestmark = pytest.mark.usefixtures("lent")
 EPS = torch.finfo(torch.bfloat16).eps
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from isograd.core.mesh import Mesh
 from isograd.prove import builtin_cases
 from isograd.prove.case import Case
@@ -14,6 +16,7 @@ def half_without_labels(mesh: Mesh) -> Case:
     return case
 
 
+@pytest.mark.usefixtures("lent")
 def test_a_data_rank_without_labels_passes_under_cp() -> None:
     report = verify(half_without_labels, ["dp2 cp2 ulysses"])
     assert report.ok, report

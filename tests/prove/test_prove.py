@@ -41,19 +41,7 @@ TINY = TransformerConfig(vocab=31, hidden=8, layers=1, heads=2, head_dim=4, mlp=
 NORMS = ("blocks.0.norm1.weight", "blocks.0.norm2.weight", "norm.weight")
 
 
-@pytest.fixture(autouse=True)
-def lent(worlds: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting ranks costs more than proving with them: the worlds of all tests are lent out."""
-
-    class Lent:
-        def __init__(self, ranks: int) -> None:
-            self.run = worlds(ranks).run
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(prove, "World", Lent)
-    monkeypatch.setattr(slopes, "World", Lent)
+pytestmark = pytest.mark.usefixtures("lent")
 
 
 # -- cases ---------------------------------------------------------------------------------------------------------

@@ -54,12 +54,14 @@ def test_the_built_in_proof_cuts_experts_along_every_axis_and_nothing_else_by_ep
 
 
 @pytest.mark.medium
+@pytest.mark.usefixtures("lent")
 def test_one_device_moves_its_choice_bias_between_steps_as_the_engine_does() -> None:
     (subject,) = verify(biased, "dp2 ep2").subjects
     assert subject.verdict == PASS, subject.findings
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("lent")
 @pytest.mark.parametrize(("case", "verdict"), [(right, PASS), (twice, BUG)])
 def test_the_balance_loss_is_proven_with_the_gradients(case, verdict) -> None:
     (subject,) = verify(case, "dp2 ep2").subjects

@@ -103,6 +103,7 @@ def conversations(mesh: Mesh, folder: Path) -> Case:
 
 
 @pytest.mark.medium
+@pytest.mark.usefixtures("lent")
 def test_gradients_of_packed_conversations_are_those_of_one_device(tmp_path: Path) -> None:
     source, folder = (
         builtin_chats.conversations(tmp_path / "sums.jsonl", "sums"),

@@ -87,6 +87,7 @@ def case(mesh: Mesh, options: Distil) -> Case:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("lent")
 def test_layouts_have_the_gradients_of_one_device(teachers: dict[int, str]) -> None:
     options = Distil(teacher=teachers[31], kind="between", temperature=1.5)
     report = verify(partial(case, options=options), ["dp2 zero3", "tp2 sp", "cp2 ring", "cp2 ulysses", "pp2"])

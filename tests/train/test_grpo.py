@@ -100,6 +100,7 @@ def case(mesh: Mesh, name: str) -> Case:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tokens, kl", "length"])
+@pytest.mark.usefixtures("lent")
 def test_layouts_have_the_gradients_of_one_device(name: str) -> None:
     report = verify(partial(case, name=name), ["dp2 zero3", "tp2 sp", "cp2 ring", "cp2 ulysses"])
     assert report.ok, str(report)

@@ -144,6 +144,7 @@ def case(mesh: Mesh, loss: str) -> Case:
         ("reward", ["dp2 zero3", "tp2 sp", "cp2 ring", "cp2 ulysses", "pp2"]),
     ],
 )
+@pytest.mark.usefixtures("lent")
 def test_layouts_have_the_gradients_of_one_device(loss: str, layouts: list[str]) -> None:
     report = verify(partial(case, loss=loss), layouts)
     assert report.ok, str(report)
