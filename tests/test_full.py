@@ -1,4 +1,4 @@
-"""scripts/full.py runs every test in pieces, the oldest first, and writes what came out."""
+"""scripts/full.py runs every test in pieces, the oldest first, and writes what came out; what is left to it exists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "full.py"
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts" / "full.py"
 FILES = {
     "tests/a/test_one.py": "def test_right():\n    pass\n",
     "tests/b/test_two.py": "def test_wrong():\n    assert 1 == 2\n\ndef test_right():\n    pass\n",
@@ -58,3 +59,18 @@ def test_pieces_run_one_after_another_and_those_that_have_not_for_longest_come_f
     known = tmp_path / "notes" / "full.json"
     known.write_text(re.sub(r'"commit": "\w+"', '"commit": "0123"', known.read_text()))  # of no history
     assert "3 of 3 folders of tests have not run within 200 commits" in call(tmp_path, "--stale").stdout
+
+
+@pytest.mark.parametrize("tree", ["tests", "verify/tests"])
+@pytest.mark.parametrize("size", ["medium", "slow"])
+def test_what_a_list_names_is_a_test(tree: str, size: str) -> None:
+    """Else a file that moves takes its tests out of the list, and `make test-fast` runs them again."""
+    lost = []
+    for line in (ROOT / tree / f"{size}.txt").read_text().splitlines():
+        file, _, name = line.partition("::")
+        source = ROOT / tree / f"{file}.py"
+        text = source.read_text() if source.is_file() else ""
+        name, brackets, _ = name.partition("[")
+        if not (source.parent.is_dir() if not name else f"def {name}{'(' if brackets else ''}" in text):
+            lost.append(line)
+    assert not lost
