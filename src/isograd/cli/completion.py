@@ -53,8 +53,10 @@ def candidates(words: Sequence[str], run: Callable[[list[str]], int]) -> list[st
     path = [word for word in before if re.fullmatch(r"[a-z][a-z-]*", word)][:2]
     text, verbs = "", []
     for depth in range(len(path), -1, -1):  # the longest beginning that is a command
-        text = _help(path[:depth], run)
-        if text:
+        out, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
+            run([*path[:depth], "--help"])
+        if text := out.getvalue():
             verbs = re.findall(r"^    ([a-z][a-z-]+)(?:  |$)", text, re.MULTILINE) if len(before) == depth else []
             break
     found = sorted(set(re.findall(r"--[a-z][a-z-]*", text))) if current[:1] == "-" else verbs
@@ -63,11 +65,3 @@ def candidates(words: Sequence[str], run: Callable[[list[str]], int]) -> list[st
 
         found = [*(f"{name}=" for name in fields()), *found]
     return [word for word in found if word.startswith(current)]
-
-
-def _help(path: Sequence[str], run: Callable[[list[str]], int]) -> str:
-    """The help of a command; empty when there is none."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
-        run([*path, "--help"])
-    return out.getvalue()

@@ -193,7 +193,15 @@ def _verify(options: argparse.Namespace) -> int:
 def _bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
     """Progress: a bar on a terminal, elsewhere a line now and then."""
     if not sys.stderr.isatty():
-        yield _Lines(what)
+        said = time.monotonic()
+
+        def line(done: int, total: int, text: str) -> None:
+            nonlocal said
+            if time.monotonic() - said >= 10 or done == total:
+                said, share = time.monotonic(), done / max(1, total)
+                print(f"data {what}: {share:.0%} of {total:,} bytes  {text}", file=sys.stderr, flush=True)
+
+        yield line
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -203,19 +211,6 @@ def _bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total, text: progress.update(task, completed=done, total=total, description=text)
-
-
-class _Lines:
-    def __init__(self, what: str) -> None:
-        self.what, self.last = what, time.monotonic()
-
-    def __call__(self, done: int, total: int, text: str) -> None:
-        now = time.monotonic()
-        if now - self.last >= 10 or done == total:
-            self.last = now
-            print(
-                f"data {self.what}: {done / max(1, total):.0%} of {total:,} bytes  {text}", file=sys.stderr, flush=True
-            )
 
 
 VERBS: dict[str, Verb] = {

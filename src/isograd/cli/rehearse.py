@@ -86,12 +86,10 @@ def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
 
     if options.layout is not None and not options.layout.strip():
         raise ConfigError("IG600", "--layout is empty", seen=repr(options.layout), fix="leave it out")
-    dotted = ["--layout", options.layout] if options.layout else []
-    layout = Layout.parse(options.layout) if options.layout else None
-    if layout is not None:  # a batch that does not divide is the config's mistake, not this layout's
-        dotted += _batch(options.config, layout)
+    dotted = []
+    if options.layout:  # a batch that does not divide is the config's mistake, not this layout's
+        dotted = ["--layout", options.layout, *_batch(options.config, Layout.parse(options.layout))]
     config = load(options.config, dotted).config
-    layout = layout or Layout.parse(config.layout)
     if config.data is None:
         raise PlanError(
             "IG270", "pairs cannot be rehearsed", seen="`pairs` in the config", expected="a language model: `data`"
@@ -101,7 +99,7 @@ def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
             "IG270", "the model has too many layers to rehearse", seen=f"{layers:,} layers",
             expected=f"at most {MOST_LAYERS:,}",
         )  # fmt: skip
-    return config, layout
+    return config, Layout.parse(config.layout)
 
 
 def _batch(path: str, layout: Layout) -> list[str]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from isograd.train.reading import LoadedConfig
 
 STEP = number(1, 10**18)
+CONFIG = "a YAML file; 'isograd recipes' lists some to start from"
+FORCE = "start although this machine has too few devices or too little memory"
 EMITTED = ("torchrun", "slurm", "k8s", "jobset", "pytorchjob", "skypilot")
 TRAIN_END = """Any field of the config can be set here:
   --optimizer.lr 1e-3 --layout "dp4 zero2" data.length=256
@@ -39,10 +41,10 @@ def train(words: list[str]) -> int:
         prog="isograd train", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train by a config. Starts local ranks itself, or joins torchrun's or Slurm's.", epilog=TRAIN_END,
     )  # fmt: skip
-    _config_argument(parser)
+    parser.add_argument("config", help=CONFIG)
     parser.add_argument("--nproc", type=int, help="local ranks; the layout says how many, this only checks it")
     parser.add_argument("--dry-run", action="store_true", help="check everything, take one step, keep nothing")
-    _force_argument(parser)
+    parser.add_argument("--force", action="store_true", help=FORCE)
     parser.add_argument(
         "--resume", default="auto", metavar="auto|PATH|never", help="the checkpoint to start from (default: the newest)"
     )
@@ -110,7 +112,7 @@ def config(words: list[str]) -> int:
         title="commands", required=True, metavar="COMMAND", parser_class=CommandParser, dest="verb"
     )
     show = verbs.add_parser("show", help="every value and where it comes from")
-    _config_argument(show)
+    show.add_argument("config", help=CONFIG)
     verbs.add_parser("schema", help="JSON schema, for editors")
     verbs.add_parser("from", help="a config of DeepSpeed, Megatron, NeoX, accelerate, Trainer")
     if words[:1] != ["show"]:
@@ -136,7 +138,7 @@ def compare(words: list[str]) -> int:
     )
     parser.add_argument("runs", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--layouts", metavar="A;B;...", help="the others are compared to the first")
-    _force_argument(parser)
+    parser.add_argument("--force", action="store_true", help=FORCE)
     parser.add_argument("--out", metavar="FOLDER", help="where pictures and numbers go (default: RUN/compare)")
     options, dotted = parse_fields(parser, words)
     if options.layouts is None and not Path(options.config).is_dir():
@@ -171,10 +173,6 @@ def _steps(text: str) -> tuple[int, int]:
     return found
 
 
-def _config_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a YAML file; 'isograd recipes' lists some to start from")
-
-
 def _cluster_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("with --emit")
     group.add_argument("--nodes", type=int, metavar="N", help="machines (default: ranks / GPUs of a machine)")
@@ -184,12 +182,6 @@ def _cluster_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--partition", metavar="NAME", help="of Slurm (default: the cluster's); SkyPilot: the GPU")
     group.add_argument("--image", metavar="NAME", help="container image for Kubernetes and SkyPilot")
     group.add_argument("--claim", metavar="NAME", help="volume (claim) for Kubernetes and SkyPilot, mounted at /runs")
-
-
-def _force_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--force", action="store_true", help="start although this machine has too few devices or too little memory"
-    )
 
 
 def _show(loaded: LoadedConfig) -> None:

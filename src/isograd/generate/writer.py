@@ -175,7 +175,30 @@ def tokenizer_of(place: str | Path, tokenizer: str | None) -> str:
 
 def words_of(tokenizer: str) -> dict[str, Any]:
     """What a tokenizer does, as functions: that of bytes, or of a folder."""
-    return _bytes() if tokenizer == "bytes" else _of_folder(Path(tokenizer))
+    if tokenizer == "bytes":
+        from isograd.data.tokenizer import BYTES_END, find_tokenizer
+
+        found = find_tokenizer("bytes")
+        return {
+            "encode": lambda text: [int(i) for i in found.encode([text])[0]], "decode": found.decode,
+            "ends": [BYTES_END], "chat": None,
+        }  # fmt: skip
+    from transformers import AutoTokenizer
+
+    if not Path(tokenizer, TOKENIZER).is_file():
+        raise ConfigError("IG646", seen=f"no {TOKENIZER} in {tokenizer}")
+    theirs = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
+
+    def chat(messages: Messages) -> list[int]:
+        text = theirs.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+        return list(theirs(text, add_special_tokens=False).input_ids)
+
+    return {
+        "encode": lambda text: list(theirs(text).input_ids),
+        "decode": lambda ids: theirs.decode(ids, skip_special_tokens=True),
+        "ends": [] if theirs.eos_token_id is None else [theirs.eos_token_id],
+        "chat": chat if theirs.chat_template else None,
+    }
 
 
 def config_beside(place: Path) -> dict[str, Any] | None:
@@ -227,32 +250,3 @@ def tokenizer_in(run: Path, config: Mapping[str, Any]) -> str:
         if Path(folder, "manifest.json").is_file() and read(Path(folder)).recipe.vocabulary.sha256 is None:
             return "bytes"
     raise ConfigError("IG646", seen=f"none in {folders}")
-
-
-def _bytes() -> dict[str, Any]:
-    from isograd.data.tokenizer import BYTES_END, find_tokenizer
-
-    found = find_tokenizer("bytes")
-    return {
-        "encode": lambda text: [int(i) for i in found.encode([text])[0]], "decode": found.decode,
-        "ends": [BYTES_END], "chat": None,
-    }  # fmt: skip
-
-
-def _of_folder(folder: Path) -> dict[str, Any]:
-    from transformers import AutoTokenizer
-
-    if not (folder / TOKENIZER).is_file():
-        raise ConfigError("IG646", seen=f"no {TOKENIZER} in {folder}")
-    theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-
-    def chat(messages: Messages) -> list[int]:
-        text = theirs.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
-        return list(theirs(text, add_special_tokens=False).input_ids)
-
-    return {
-        "encode": lambda text: list(theirs(text).input_ids),
-        "decode": lambda ids: theirs.decode(ids, skip_special_tokens=True),
-        "ends": [] if theirs.eos_token_id is None else [theirs.eos_token_id],
-        "chat": chat if theirs.chat_template else None,
-    }

@@ -299,7 +299,13 @@ class _Reader(Keys):
         steps = steps or 1000
         made: dict[str, Any] = {"name": "adamw", "eps": 1e-8, "betas": [0.9, 0.999]}
         if self.neox:
-            self._neox_optimizer(made)
+            given = self.section("optimizer")
+            given.word("type", "optimizer.name: adamw", ("Adam", "AdamW", "adam", "adamw"))
+            params = given.section("params")
+            made |= {"lr": params.number("lr", "optimizer.lr"), "eps": params.number("eps", "optimizer.eps", 1e-8)}
+            pair: Callable[[Any], bool] = lambda v: isinstance(v, list) and len(v) == 2  # noqa: E731
+            made["betas"] = params.take("betas", "two numbers", pair, made["betas"], "optimizer.betas")
+            given.rest()
         else:
             self.word("optimizer", "optimizer.name", {"adam": "adamw"}, "adam")
             made |= {"lr": self.number("lr", "optimizer.lr"), "eps": self.number("adam_eps", "optimizer.eps", 1e-8)}
@@ -316,15 +322,6 @@ class _Reader(Keys):
             fits: Callable[[Any], bool] = lambda v: v == made["weight_decay"]  # noqa: E731
             self.take(name, "weight_decay, which is constant here", fits, None, "optimizer.weight_decay")
         return made, steps
-
-    def _neox_optimizer(self, made: dict[str, Any]) -> None:
-        given = self.section("optimizer")
-        given.word("type", "optimizer.name: adamw", ("Adam", "AdamW", "adam", "adamw"))
-        params = given.section("params")
-        made |= {"lr": params.number("lr", "optimizer.lr"), "eps": params.number("eps", "optimizer.eps", 1e-8)}
-        pair: Callable[[Any], bool] = lambda v: isinstance(v, list) and len(v) == 2  # noqa: E731
-        made["betas"] = params.take("betas", "two numbers", pair, made["betas"], "optimizer.betas")
-        given.rest()
 
     def _schedule(self, steps: int, batch: int) -> dict[str, Any]:
         kinds = {"linear": "linear", "cosine": "cosine", "constant": "constant", "WSD": "wsd"}

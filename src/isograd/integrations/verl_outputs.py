@@ -62,7 +62,14 @@ def of_language(module: nn.Module, micro: Any, mesh: Mesh, refused: Refused) -> 
         raise refused("distillation from a teacher's k largest log probabilities", "distillation_use_topk")
     rows, logits = run(module, micro, mesh, refused)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = torch.log_softmax(logits / _temperature(micro, rows, refused), -1)
+    heat = tu.get_non_tensor_data(data=micro, key="temperature", default=1.0)
+    if not isinstance(heat, Tensor) or heat.numel() == 1:
+        heat = max(float(heat), 1e-8)
+    elif heat.shape == rows.tokens.shape[:1]:  # one of each sequence, over its tokens and words
+        heat = heat.clamp(min=1e-8)[:, None, None]
+    else:
+        raise refused("a temperature that is neither one number nor one of each sequence", str(tuple(heat.shape)))
+    scores = torch.log_softmax(logits / heat, -1)
     after, part = rows.tokens.roll(-1, 1), rows.part
     after = after if part is None else part.cut.places.shard(after, mesh.index("cp"))
     found = {"log_probs": scores.gather(-1, after[..., None])[..., 0]}
@@ -77,15 +84,3 @@ def of_values(module: nn.Module, micro: Any, mesh: Mesh, refused: Refused) -> di
     """values, of a model with one number at each token."""
     rows, logits = run(module, micro, mesh, refused)
     return {"values": rows.nested(logits[..., 0])}
-
-
-def _temperature(micro: Any, rows: VerlRows, refused: Refused) -> Any:
-    """One for all, or one of each sequence, over its tokens and words."""
-    from verl.utils import tensordict_utils as tu
-
-    given = tu.get_non_tensor_data(data=micro, key="temperature", default=1.0)
-    if not isinstance(given, Tensor) or given.numel() == 1:
-        return max(float(given), 1e-8)
-    if given.shape != rows.tokens.shape[:1]:
-        raise refused("a temperature that is neither one number nor one of each sequence", str(tuple(given.shape)))
-    return given.clamp(min=1e-8)[:, None, None]

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -74,7 +74,8 @@ def mesh_for(layout: str | None, axes: str = "dp") -> Mesh:
     if not re.search(r"\bdp\d", words):
         words = f"dp{max(1, ranks // Layout.parse(words).world_size)} {words}"
     mesh = Mesh(Layout.parse(words))
-    report_uncaught_exception(mesh.rank, ranks)
+    atexit.unregister(_report_at_exit)  # of another mesh: once in a process
+    atexit.register(_report_at_exit, mesh.rank, ranks)
     others = [f"{axis}{mesh.size(axis)}" for axis in ("cp", "tp", "pp", "ep") if mesh.size(axis) > 1]
     missing = [axis for axis in others if axis[:2] not in axes.split()]
     if missing:
@@ -187,13 +188,8 @@ def _listen(line: Any, rank: int, over: threading.Event) -> None:
                 store_set(f"{HEARD}{rank}", said, line)
 
 
-@cache  # once in a process
-def report_uncaught_exception(rank: int, ranks: int) -> None:
-    """Where an exception that nobody catches ends this process, the others can read which (`name_failed_rank`)."""
-    atexit.register(_report_at_exit, rank, ranks)
-
-
 def _report_at_exit(rank: int, ranks: int) -> None:
+    """Where an exception that nobody catches ends this process, the others can read which (`name_failed_rank`)."""
     error = getattr(sys, "last_value", None)  # the interpreter leaves it here behind its traceback
     if error is None:
         return

@@ -33,9 +33,12 @@ class DistilTransformer(Transformer):
 
     def __init__(self, config: TransformerConfig, mesh: Mesh, options: Distil, **more: Any) -> None:
         super().__init__(config, mesh, **more)
-        # In a list, so that its parameters are none of the model's.
-        self.taught_by = [teacher(options, config, mesh, more["dtype"])] if self.head is not None else []
         self.options = options
+        self.taught_by: list[Transformer] = []  # a list, so that its parameters are none of the model's
+        if self.head is not None:
+            described, on = teacher_config(options, config.vocab), mesh if mesh.layout.pp == 1 else Mesh.unbound("dp1")
+            made = Transformer(described, on, dtype=more["dtype"], device=mesh.device)
+            self.taught_by.append(frozen(made, options.teacher))
 
     def _loss(self, x: Tensor, labels: Tensor, tokens: Tensor, documents: Tensor | None) -> Any:
         assert self.head is not None
@@ -60,13 +63,6 @@ def teacher_config(options: Distil, vocab: int) -> TransformerConfig:
             expected=f"{vocab}, as in the model", fix="a teacher with the model's tokenizer (distil.teacher)",
         )  # fmt: skip
     return described
-
-
-def teacher(options: Distil, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype) -> Transformer:
-    """The teacher of a model with this config, with its weights."""
-    described = teacher_config(options, config.vocab)
-    on = mesh if mesh.layout.pp == 1 else Mesh.unbound("dp1")
-    return frozen(Transformer(described, on, dtype=dtype, device=mesh.device), options.teacher)
 
 
 def frozen(model: Transformer, folder: str | None) -> Transformer:

@@ -85,7 +85,8 @@ def flops_of_run(config: Config, length: int) -> float:
     if config.by_transformers:
         from isograd.train import library
 
-        return library.flops_per_token(library.counted(config), length)
+        found = library.counted(config)
+        return found.flops + 12 * found.layers * found.hidden * length  # PaLM's convention
     return flops_per_token(model_config(config), length)
 
 

@@ -174,11 +174,6 @@ def counted(config: Config) -> Counted:
     )
 
 
-def flops_per_token(found: Counted, length: int) -> float:
-    """PaLM's convention, with attention over so many tokens."""
-    return found.flops + 12 * found.layers * found.hidden * length
-
-
 def identity(config: Config) -> str:
     """A hash of what makes the same weights another model: the folder's config, and in how many bits they are kept."""
     values = config_of(config.model.path, Mesh.unbound("dp1")).to_dict()

@@ -60,7 +60,8 @@ def checked(
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems += [_short(_spell(found, origins or {}, path, others, typed or {})) for found in error.errors()]
+        spelled = [_spell(found, origins or {}, path, others, typed or {}) for found in error.errors()]
+        problems += [each if len(each) <= 500 else f"{each[:500]}..." for each in spelled]  # values of any length
     if problems:
         many = "one mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
         raise ConfigError(
@@ -231,11 +232,6 @@ def _blamed(
     if options:
         return f"{COMMAND_LINE}: " + ", ".join(typed.get(option, f"--{option}") for option in options), options[0]
     return origins.get(above, path), ""
-
-
-def _short(problem: str) -> str:
-    """One line of an error, of at most 500 characters: a value from a file may be of any length."""
-    return problem if len(problem) <= 500 else f"{problem[:500]}..."
 
 
 def _model_at(place: Place) -> type[BaseModel] | None:

@@ -55,9 +55,11 @@ class StartupSummary:
             memory += f"; a rank's experts compute at most {LOAD:g} times an even share"
         told = config.model
         model = told.preset or told.path or f"a Transformer of {told.options.get('layers', '?')} layers"
+        adapters = f" ({human(needs.trained)} of them in adapters, which are trained)"
+        size = f"{human(needs.parameters)} parameters{adapters if needs.trained < needs.parameters else ''}"
         ranks = f"{layout.world_size} rank{'' if layout.world_size == 1 else 's'}"
         return [
-            ("model", f"{model}, {_parameters(needs)} in {told.dtype}"),
+            ("model", f"{model}, {size} in {told.dtype}"),
             ("layout", f"{layout}: {ranks}"),
             ("devices", f"{ranks} on {self.machine.describe()}"),
             ("batch", _batch(config)),
@@ -171,11 +173,6 @@ def _one_step(config: Config, folder: str) -> Config:
 
 def _gb(count: float) -> str:
     return f"{count / 1e9:.2f}" if count < 1e11 else f"{count / 1e9:,.0f}"
-
-
-def _parameters(needs: Forecast) -> str:
-    adapters = f" ({human(needs.trained)} of them in adapters, which are trained)"
-    return f"{human(needs.parameters)} parameters{adapters if needs.trained < needs.parameters else ''}"
 
 
 def _batch(config: Config) -> str:

@@ -64,7 +64,8 @@ class ZeroFolder:
 
     def _found(self, what: str) -> Iterator[tuple[str, ZeroTensor]]:
         ranks = self._ranks()
-        models = [_Saved(path) for path in self._models(len(ranks))]
+        own = [self.place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(ranks))]
+        models = [_Saved(path) for path in (own if own[0].exists() else [self.place / "mp_rank_00_model_states.pt"])]
         first = _dict(models[0].value)
         owns = [_dict(_dict(rank.value).get("optimizer_state_dict")) for rank in ranks]
         stage = owns[0].get("zero_stage")
@@ -102,10 +103,6 @@ class ZeroFolder:
                 f"states of {len(ranks)} ranks, of which there were {', '.join(map(brief, counts[:4]))}"
             )
         return ranks
-
-    def _models(self, ranks: int) -> list[Path]:
-        own = [self.place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)]
-        return own if own[0].exists() else [self.place / "mp_rank_00_model_states.pt"]
 
     def _flats(self, rank: _Saved, own: dict[Any, Any], stage: int, what: str) -> list[_Flat]:
         """This rank's partition of each group."""

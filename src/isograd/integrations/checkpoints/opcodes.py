@@ -83,8 +83,15 @@ class _Machine:
             self.stack.append(argument)
         elif code in TUPLES:
             self.stack.append(tuple(self._popped(TUPLES[code])))
-        elif code in ("MARK", "TUPLE", "APPENDS", "SETITEMS"):
-            self._marked(code)
+        elif code == "MARK":
+            self.below.append(self.stack)
+            self.stack = []
+        elif code in ("TUPLE", "APPENDS", "SETITEMS"):
+            above, self.stack = self.stack, self.below.pop()
+            if code == "TUPLE":
+                self.stack.append(tuple(above))
+            else:
+                self._set(self.stack[-1], above)
         elif code in ("APPEND", "SETITEM"):
             self._set(self.stack[-2 if code == "APPEND" else -3], self._popped(1 if code == "APPEND" else 2))
         elif code in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
@@ -95,17 +102,6 @@ class _Machine:
             self.stack.append(self._named(argument.split(" ", 1) if code == "GLOBAL" else self._popped(2)))
         elif code not in IDLE:
             self._made(code)
-
-    def _marked(self, code: str) -> None:
-        if code == "MARK":
-            self.below.append(self.stack)
-            self.stack = []
-            return
-        above, self.stack = self.stack, self.below.pop()
-        if code == "TUPLE":
-            self.stack.append(tuple(above))
-        else:
-            self._set(self.stack[-1], above)
 
     def _made(self, code: str) -> None:
         if code in ("REDUCE", "NEWOBJ"):
