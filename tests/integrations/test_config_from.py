@@ -88,7 +88,7 @@ def test_a_script_of_megatron_becomes_a_run(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_file_of_neox_becomes_the_recipe_of_its_issue() -> None:
-    config, rows = megatron_config.convert_neox(NEOX, 32)
+    config, rows = megatron_config.convert(NEOX, 32, neox=True)
     known = recipe("neox-20b")
     options = known["model"]["options"] | {"vocab": 50304}  # the tokenizer's, which no config of NeoX has
     assert {name: config["model"]["options"][name] for name in options} == options
@@ -103,8 +103,8 @@ def test_a_file_of_neox_becomes_the_recipe_of_its_issue() -> None:
 def test_feed_forward_sizes_are_those_of_each_program() -> None:
     neox = {"num_layers": 2, "hidden_size": 4096, "num_attention_heads": 32}
     llama = {"activation": "swiglu", "intermediate_size": 32768, "mlp_multiple_of": 256}
-    assert megatron_config.convert_neox(neox | llama, 1)[0]["model"]["options"]["mlp"] == 11008
-    assert megatron_config.convert_neox(neox, 1)[0]["model"]["options"]["mlp"] == 16384
+    assert megatron_config.convert(neox | llama, 1, neox=True)[0]["model"]["options"]["mlp"] == 11008
+    assert megatron_config.convert(neox, 1, neox=True)[0]["model"]["options"]["mlp"] == 16384
     megatron = megatron_config.convert(neox | {"swiglu": True}, 1)[0]["model"]["options"]
     assert (megatron["mlp"], megatron["activation"], megatron["gated"]) == (10880, "silu", True)
     usual = megatron_config.convert(neox, 1)[0]["model"]["options"]

@@ -132,8 +132,9 @@ def machine(words: list[str]) -> int:
 def _read(options: argparse.Namespace, dotted: list[str], parser: CommandParser) -> tuple[Config, Work, int]:
     from isograd.train.reading import fetched
     from isograd.train.resources import work_of
+    from isograd.train.run.emit import words_of_fields
 
-    if options.layout is None and (named := [name for name in _fields(dotted) if name in CHOSEN]):
+    if options.layout is None and (named := [name for name in words_of_fields(dotted) if name in CHOSEN]):
         raise ConfigError(
             "IG600", f"a search chooses {' and '.join(named)}", seen=" ".join(dotted),
             fix="leave them out; with --layout, one layout is predicted with them",
@@ -162,14 +163,6 @@ def _read(options: argparse.Namespace, dotted: list[str], parser: CommandParser)
             expected=f"at most {MOST_LAYERS:,}",
         )  # fmt: skip
     return config, dataclasses.replace(work, batch=options.batch or work.batch), count
-
-
-def _fields(dotted: list[str]) -> dict[str, list[str]]:
-    """Which fields these words of the command line set; each with its words."""
-    words, found = iter(dotted), dict[str, list[str]]()
-    for word in words:
-        found[word.removeprefix("--").partition("=")[0]] = [word] if "=" in word else [word, next(words, "")]
-    return found
 
 
 def _search(work: Work, count: int, device: Machine) -> SearchResult:
@@ -320,7 +313,10 @@ def why(found: SearchResult) -> str:
 
 def command(path: str, one: Candidate, dotted: list[str]) -> str:
     """The command that trains with a candidate's choices, and with what the command line has set of the others."""
-    kept = [word for name, given in _fields(dotted).items() if name not in ("batch", *CHOSEN) for word in given]
+    from isograd.train.run.emit import words_of_fields
+
+    fields = words_of_fields(dotted).items()
+    kept = [word for name, given in fields if name not in ("batch", *CHOSEN) for word in given]
     recompute = {"none": "false", "full": "true"}.get(one.work.recompute, "selective")
     return (
         f'isograd train {path} --layout "{one.layout}" --batch {one.work.batch} '

@@ -50,9 +50,16 @@ def rehearse(words: list[str]) -> int:
     from isograd.plan.rehearse import rehearse as run
     from isograd.train.language import model_config
 
-    began = time.monotonic()
+    began = said = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal said
+        if time.monotonic() - said > PATIENCE:
+            said = time.monotonic()
+            print(f"{done} of {total} ranks, {said - began:.0f} s", file=sys.stderr)
+
     build = _build(config, layout, options.micro_batches or config.micro_batches)
-    ranks = run(build, layout, tell=_Progress())
+    ranks = run(build, layout, tell=tell)
     print(table(ranks, layout))
     if model_config(config).experts is not None:
         print("\nexperts: how often they are chosen is not known before the run. Stated: even")
@@ -64,19 +71,6 @@ def rehearse(words: list[str]) -> int:
     lines = [f"{finding.kind}: {finding.what}" for finding in findings[:SHOWN]]
     more = len(findings) - SHOWN
     raise PlanError("IG271", seen="\n            ".join(lines + ([f"and {more} more"] if more > 0 else [])))
-
-
-class _Progress:
-    """Says now and then how far a long rehearsal has come."""
-
-    def __init__(self) -> None:
-        self._said = self._began = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._said > PATIENCE:
-            self._said = now
-            print(f"{done} of {total} ranks, {now - self._began:.0f} s", file=sys.stderr)
 
 
 def _read(options: argparse.Namespace) -> tuple[Config, Layout]:

@@ -294,8 +294,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """accelerate's. Behind a window that was dropped on all ranks, on each after other micro-batches, all of them
-        begin a new one."""
+        """accelerate's. Behind a window that was dropped, all ranks begin a new one, each after other micro-batches."""
         drops = sum(model.drops for model in self._replicated) + sum(one.drops for one in self._trained)
         if drops != self._drops:
             self._drops, self.step = drops, self.step + -self.step % self.gradient_accumulation_steps

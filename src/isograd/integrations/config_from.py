@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ KINDS: dict[str, Convert] = {
     "deepspeed": deepspeed_config.convert,
     "trainer": trainer_config.convert,
     "megatron": megatron_config.convert,
-    "neox": megatron_config.convert_neox,
+    "neox": partial(megatron_config.convert, neox=True),
     "accelerate": accelerate_config.convert,
 }
 # One of these is enough to know whose file it is; the first kind that has one.

@@ -66,14 +66,9 @@ OPEN = {
 }  # fmt: skip
 
 
-def convert(values: object, ranks: int | None) -> Convert:
-    """The fields of a run's config, and every argument of Megatron-LM with its fate."""
-    return _Reader(values, ranks, neox=False).config()
-
-
-def convert_neox(values: object, ranks: int | None) -> Convert:
-    """The same of a GPT-NeoX file."""
-    return _Reader(values, ranks, neox=True).config()
+def convert(values: object, ranks: int | None, *, neox: bool = False) -> Convert:
+    """The fields of a run's config, and every argument of Megatron-LM, or key of a GPT-NeoX file, with its fate."""
+    return _Reader(values, ranks, neox=neox).config()
 
 
 class _Reader(Keys):

@@ -229,8 +229,7 @@ class CutStrategy:
 
 
 def prepare_data_loader(accelerator: Any, mesh: Mesh, loader: Any, device_placement: bool | None = None) -> Any:
-    """accelerate's, which deals batches to ranks; here to the ranks of dp, so that those of a cp or tp group get the
-    same rows."""
+    """accelerate's, which deals batches to ranks; here to those of dp: a cp or tp group's ranks get the same rows."""
     from accelerate.data_loader import prepare_data_loader
 
     if getattr(loader, "_is_accelerate_prepared", False):

@@ -162,7 +162,17 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         try:
             engine = Engine(self.model, self.mesh, optimizer, clip=self.args.max_grad_norm or None)
         except EngineError as error:
-            raise self._of_optimizer(error) if error.code == "IG542" else error from None
+            if error.code != "IG542":
+                raise
+            optim = str(getattr(self.args.optim, "value", self.args.optim))  # in the words of a script
+            raise EngineError(
+                "IG542",
+                error.what,
+                seen=f"optim={optim!r} under {str(self.mesh.layout)!r}; {error.seen}",
+                expected="an elementwise optimizer, such as optim='adamw_torch' or 'sgd'; or whole parameters",
+                fix="--isograd zero0 steps whole parameters with any optimizer; or another optim",
+                where=self.mesh.describe_rank(),
+            ) from None
         self.optimizer = EngineOptimizer(engine, self._stepped)
         self.model._isograd_trained_by = id(engine)
         if self._forward_hook is not None:
@@ -178,18 +188,6 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             # Its class, not an attribute: a checkpoint has all attributes of a schedule.
             schedule.__class__ = type(kind.__name__, (kind,), {"get_lr": _rates_of_adafactor})
         return schedule
-
-    def _of_optimizer(self, error: EngineError) -> EngineError:
-        """The error of an optimizer that cannot step rows, in the words of a script."""
-        optim = str(getattr(self.args.optim, "value", self.args.optim))
-        return EngineError(
-            "IG542",
-            error.what,
-            seen=f"optim={optim!r} under {str(self.mesh.layout)!r}; {error.seen}",
-            expected="an elementwise optimizer, such as optim='adamw_torch' or 'sgd'; or whole parameters",
-            fix="--isograd zero0 steps whole parameters with any optimizer; or another optim",
-            where=self.mesh.describe_rank(),
-        )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's."""

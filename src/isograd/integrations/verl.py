@@ -248,7 +248,11 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
                 raise self._refused("a backward without a loss function", "loss_function=None")
             return None, {"model_output": kept, "loss": 1.0, "metrics": {}}
         found, metrics = loss_function(model_output=made, data=micro, dp_group=self.get_data_parallel_group())
-        return found, {"model_output": kept, "loss": _number(found), "metrics": metrics}
+        if isinstance(found, Terms):
+            value = sum(float(term.value.detach()) * term.coefficient for term in found.values())
+        else:
+            value = float((found if isinstance(found, Tensor) else found[0]).detach())
+        return found, {"model_output": kept, "loss": value, "metrics": metrics}
 
     def _mean(self, found: Sequence[Terms]) -> float:
         """The loss of terms over all micro-batches and ranks."""
@@ -425,10 +429,3 @@ def layout_of(options: EngineOptions) -> str:
     asked = " ".join(words.format(size) for words, size in sizes if size > 1).split()
     named = (options.layout or "").split()
     return " ".join([*named, *(word for word in dict.fromkeys(asked) if word not in named)])
-
-
-def _number(found: Any) -> float:
-    """The value of a loss, for verl's logs."""
-    if isinstance(found, Terms):
-        return sum(float(term.value.detach()) * term.coefficient for term in found.values())
-    return float((found if isinstance(found, Tensor) else found[0]).detach())

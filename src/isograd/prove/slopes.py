@@ -41,17 +41,13 @@ def taylor_test(case: MakeCase | str, layouts: str, timeout: float | None = 600.
             error = abs(slope - promised) / max(abs(slope), abs(promised), tolerances.SLOPE_FLOOR * largest, 1e-300)
             subject.errors[key] = error if math.isfinite(error) else math.nan
             if not error <= tolerances.SLOPE:
-                subject.findings.append(_wrong(key, slope, promised))
+                ratio = promised / slope if slope else math.inf
+                said = f"{key}: along a random direction the loss changes by {slope:.6g}, "
+                said += f"the gradient says {promised:.6g} ({ratio:.4g} times)"
+                ratios = (("gradient / loss", ratio),)
+                subject.findings.append(Finding(BUG, "", said, tensors=(key,), coefficients=ratios))
         report.subjects.append(subject)
     return report
-
-
-def _wrong(key: str, slope: float, promised: float) -> Finding:
-    ratio = promised / slope if slope else math.inf
-    sentence = f"{key}: along a random direction the loss changes by {slope:.6g}, the gradient says {promised:.6g}"
-    return Finding(
-        BUG, "", f"{sentence} ({ratio:.4g} times)", tensors=(key,), coefficients=(("gradient / loss", ratio),)
-    )
 
 
 def _measure(case: MakeCase | str, layout: str) -> dict[str, tuple[float, float]]:

@@ -84,16 +84,13 @@ class Config(Section):
 
     @field_validator("layout", mode="before")
     @classmethod
-    def _one(cls, value: Any) -> Any:
-        """'1' is a layout, which YAML reads as a number."""
-        return str(value) if type(value) is int else value
-
-    @field_validator("layout")
-    @classmethod
-    def _layout(cls, text: str) -> str:
+    def _layout(cls, value: Any) -> Any:
         from isograd.core.layout import Layout
         from isograd.errors import LayoutError
 
+        text = str(value) if type(value) is int else value  # '1' is a layout, which YAML reads as a number
+        if not isinstance(text, str):
+            return value
         if not text.strip():
             raise ValueError("give a layout; that of one rank is dp1")
         try:

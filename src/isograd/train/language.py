@@ -253,17 +253,12 @@ def first_answer(labels: Tensor) -> tuple[int, int]:
 
 def flops_per_token(c: TransformerConfig, length: int) -> float:
     """PaLM's convention: 6 per parameter, 12 * layers * width * length for attention, nothing for recompute."""
-    width = c.heads * c.features_per_head
-    return 6 * parameters(c) + 12 * c.layers * width * length
-
-
-def parameters(c: TransformerConfig) -> int:
-    """How many a token is multiplied with: not the input embedding, where it is looked up, nor the experts that it does
-    not go to."""
+    # With these a token is multiplied: not the input embedding, where it is looked up, nor experts it does not go to.
     model = Transformer(c, Mesh.unbound("dp1"), device="meta")
     count = sum(p.numel() for p in model.parameters())
     for layer in model.modules():
         if isinstance(layer, Experts) and c.experts is not None:
             idle = 1 - c.experts.per_token / c.experts.number
             count -= int(idle * sum(p.numel() for p in layer.parameters()))
-    return count - (0 if c.tied else c.vocab * c.hidden)
+    count -= 0 if c.tied else c.vocab * c.hidden
+    return 6 * count + 12 * c.layers * c.heads * c.features_per_head * length

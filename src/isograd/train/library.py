@@ -153,9 +153,7 @@ def counted(config: Config) -> Counted:
     if adapter is not None:
         insert(model, adapter, DTYPES[config.model.dtype], mesh)
     text = text_of(library)
-    parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    adapted = sum(p.numel() for name, p in model.named_parameters() if name.endswith(".base_layer.weight"))
     looked_up, head = model.get_input_embeddings(), model.get_output_embeddings()
     met = cost_of_token(model, text)
     if looked_up is not None and (head is None or head.weight is not looked_up.weight):
@@ -164,9 +162,9 @@ def counted(config: Config) -> Counted:
     hidden = int(getattr(text, "hidden_size", 0) or 0)
     return Counted(
         vocab=int(text.vocab_size),
-        parameters=parameters,
+        parameters=sum(p.numel() for p in model.parameters()),
         trained=trained,
-        adapted=adapted,
+        adapted=sum(p.numel() for name, p in model.named_parameters() if name.endswith(".base_layer.weight")),
         flops=4 * (met - adapters) + 6 * adapters if adapters else 6 * met,
         layers=int(getattr(text, "num_hidden_layers", 0) or 0),
         hidden=hidden,

@@ -146,7 +146,8 @@ class _Run:
         keep = config.checkpoint
         self.keeper = CheckpointManager(
             config.checkpoints, self.task.engine, keep_last=keep.keep_last, keep_every=keep.keep_every,
-            on_error=keep.on_error, tell=self._not_saved, beat=watchdog.beat,
+            on_error=keep.on_error, beat=watchdog.beat,
+            tell=lambda step, text: self._event("not saved", f"the checkpoint of step {step}: {text}", step),
         )  # fmt: skip
         stack.enter_context(self.keeper)
         watchdog.before_end = self.keeper.let_finish
@@ -252,9 +253,6 @@ class _Run:
         if self.options.recovery is not None:
             self.options.recovery.done(name)
 
-    def _not_saved(self, step: int, text: str) -> None:
-        self._event("not saved", f"the checkpoint of step {step}: {text}", step)
-
     def _event(self, event: str, text: str, step: int, **more: Any) -> None:
         if self.log is not None:
             self.log.write(step=step, event=event, text=text, **more)
@@ -357,8 +355,7 @@ class _Run:
         return self._outcome(STOPPED, step, self.stop_request.why or "asked to stop")
 
     def _meet(self, ends: bool, step: int) -> tuple[bool, bool]:
-        """The exchange of a step: whether any rank is to end, and whether a save has failed on any. Ranks that were
-        late in it are named."""
+        """The exchange of a step: whether any rank is to end, or has a save that failed. Late ranks are named."""
         own = [float(ends), float(self.keeper.failed), self.waiting.take()]
         mine = torch.tensor(own, dtype=torch.float64, device=self.mesh.device)
         rows = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).tolist()

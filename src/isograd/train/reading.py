@@ -126,28 +126,24 @@ def _put(values: dict[str, Any], origins: dict[Place, str], options: Sequence[st
             problems.append(f"command line: {word!r} is not an option with a value, such as --optimizer.lr 1e-3")
             continue
         text = text if equals else words.pop(0)
+        spelled = name if name.startswith("--") else f"{name}="  # on the command line, without its value
         try:
             field = name.removeprefix("--")
             place: Place = tuple(int(part) if part.isdecimal() else part for part in field.split("."))
             inside = [known for known in origins if known[: len(place)] == place]
             if any(origins.get(known) == COMMAND_LINE for known in (*_above(place), *inside)):
-                problems.append(f"{COMMAND_LINE}: {_spelled(name)[:80]} is given twice")
+                problems.append(f"{COMMAND_LINE}: {spelled[:80]} is given twice")
                 continue
             value = yaml_reader.parse(text)
             _set(values, place, text if value is None and text != "null" else value)
         except (*yaml_reader.ERRORS, TypeError, IndexError) as error:
             problems.append(f"command line: {word[:80]!r} cannot be set: {yaml_reader.why(error)}")
             continue
-        typed[dotted(place)] = _spelled(name)
+        typed[dotted(place)] = spelled
         for known in inside:  # what the file has there is gone
             del origins[known]
         origins |= dict.fromkeys((place, *_places(value, place)), COMMAND_LINE)
     return problems
-
-
-def _spelled(name: str) -> str:
-    """A name as it stands on the command line, without its value."""
-    return name if name.startswith("--") else f"{name}="
 
 
 def _above(place: Place) -> list[Place]:

@@ -28,29 +28,26 @@ def writing() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _not_writable(error) from error
-
-
-def _not_writable(error: OSError) -> TrainError:
-    return TrainError(
-        "IG981", f"the run's folder cannot be written: {error}", expected="a folder with room",
-        fix="make room, or give another folder with --run FOLDER; the same command then resumes from the newest "
-        "checkpoint",
-    )  # fmt: skip
+        raise TrainError(
+            "IG981", f"the run's folder cannot be written: {error}", expected="a folder with room",
+            fix="make room, or give another folder with --run FOLDER; the same command then resumes from the newest "
+            "checkpoint",
+        ) from error  # fmt: skip
 
 
 def make_folder(folder: Path) -> None:
     """The run's folder, made if need be; one with links in it is refused, as a run would write through them. The
     folder in which wandb keeps links is spared: a run writes nothing into it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno in FULL:
-            raise _not_writable(error) from error
-        raise TrainError(
-            "IG988", f"the run's folder cannot be made: {error.strerror}", seen=str(folder),
-            expected="the path of a folder that exists, or that can be made", fix="--run FOLDER",
-        ) from error  # fmt: skip
+    with writing():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            raise TrainError(
+                "IG988", f"the run's folder cannot be made: {error.strerror}", seen=str(folder),
+                expected="the path of a folder that exists, or that can be made", fix="--run FOLDER",
+            ) from error  # fmt: skip
     no_follow.no_links(folder, spared="wandb", closed="checkpoints")
     refuse_other_config(folder)
 

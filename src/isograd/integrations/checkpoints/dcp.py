@@ -99,7 +99,12 @@ class DcpFolder:
                 expected=", ".join(map(str, STORAGES.values())),
             )  # fmt: skip
         for piece in held.pieces:  # before memory is taken, as much as the description asks for
-            self._sized(name, held, piece)
+            with _checked(name, held, piece), open_to_read(self.place / piece.file) as file:
+                there = max(0, min(os.fstat(file.fileno()).st_size - piece.at, piece.length))
+                if there < piece.length:
+                    raise RefusedOpcode(f"{there} of {piece.length} bytes")
+                if math.prod(piece.sizes) * held.dtype.itemsize > piece.length:
+                    raise RefusedOpcode(f"{piece.length} bytes, which are too few")
         found = torch.empty(held.shape, dtype=held.dtype)
         for piece in held.pieces:
             box = tuple(slice(a, a + size) for a, size in zip(piece.start, piece.sizes, strict=True))
@@ -107,15 +112,6 @@ class DcpFolder:
                 file.seek(piece.at)
                 found[box] = _tensor(file.read(piece.length), held.dtype, piece.sizes)
         return found
-
-    def _sized(self, name: str, held: DcpTensor, piece: DcpChunk) -> None:
-        """Refuse a piece whose file does not have its bytes, or whose bytes cannot hold its elements."""
-        with _checked(name, held, piece), open_to_read(self.place / piece.file) as file:
-            there = max(0, min(os.fstat(file.fileno()).st_size - piece.at, piece.length))
-            if there < piece.length:
-                raise RefusedOpcode(f"{there} of {piece.length} bytes")
-            if math.prod(piece.sizes) * held.dtype.itemsize > piece.length:
-                raise RefusedOpcode(f"{piece.length} bytes, which are too few")
 
 
 @contextmanager

@@ -65,8 +65,7 @@ class SourceTensor:
 
 
 class ForeignCheckpoint:
-    """A folder of torch.distributed.checkpoint, or of DeepSpeed, as the tensors of a model of transformers, for
-    HuggingFace(...)."""
+    """A folder of another trainer as the tensors of a model of transformers, for HuggingFace(...)."""
 
     def __init__(self, folder: Folder, config: TransformerConfig, prefix: str | None = None) -> None:
         """prefix: what stands before the names of the model's weights; needed where a folder holds several models."""
@@ -331,8 +330,7 @@ def import_dcp(
 
 
 def _write_states(place: Path, folder: Path, described: TransformerConfig, weights: HuggingFace, prefix: str) -> None:
-    """A checkpoint of fp32 weights and Adam's averages, as a run on one device would have saved it; a tensor at a
-    time."""
+    """A checkpoint of fp32 weights and Adam's averages, as a run on one device would have saved it; by tensors."""
     averages = [ZeroFolder(place, what) for what in STATES]
     step, options = averages[0].step, averages[0].options
     sources = {"model": weights}

@@ -181,11 +181,11 @@ def script(kind: str, path: str, dotted: list[str], config: Config, cluster: Clu
     nodes, per_node = spread(config, cluster)
     name = name_of(config)
     text, rank, first = KINDS[kind]
-    run, set_here, after = config.run, _options(dotted), config.resilience
+    run, set_here, after = config.run, words_of_fields(dotted), config.resilience
     if rank:
         run = str(PurePosixPath(VOLUME) / name)
-        set_here = [*(each for each in set_here if each[0].partition("=")[0] != "--run"), [f"--run={run}"]]
-    command = shlex.join(["isograd", "train", path, *chain(*set_here)])
+        set_here["run"] = [f"--run={run}"]
+    command = shlex.join(["isograd", "train", path, *chain(*set_here.values())])
     if not (command + run).isprintable():
         raise ConfigError(
             "IG638", "a line break or a control character in the command cannot go into a script", seen=repr(command),
@@ -242,13 +242,13 @@ def name_of(config: Config) -> str:
     return name if name[:1].isalpha() else f"run-{name}".strip("-")
 
 
-def _options(words: list[str]) -> list[list[str]]:
-    """The options that set fields, each with its value; 'steps=3' as '--steps=3', as no file on a cluster is named."""
-    rest, found = list(words), list[list[str]]()
+def words_of_fields(words: list[str]) -> dict[str, list[str]]:
+    """The words of each field that is set; 'steps=3' as '--steps=3', as no file on a cluster is named."""
+    rest, found = list(words), dict[str, list[str]]()
     while rest:
         word = rest.pop(0)
-        alone = "=" in word or not rest
-        found.append([f"--{word.removeprefix('--')}"] if alone else [word, rest.pop(0)])
+        name, equals, _ = word.removeprefix("--").partition("=")
+        found[name] = [f"--{word.removeprefix('--')}"] if equals or not rest else [word, rest.pop(0)]
     return found
 
 

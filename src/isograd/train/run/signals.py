@@ -105,8 +105,7 @@ class StopRequest:
         return bool(self.why)
 
     def drop_needless_grow(self) -> bool:
-        """Whether a file asked for ranks to come back where none is missing; it would be granted after a later death,
-        so it is removed."""
+        """Whether a file asks for ranks where none is missing. It is removed: a later death would grant it."""
         if not self._looks or self._grows is not False or not self._grow.exists():
             return False
         self._grow.unlink(missing_ok=True)

@@ -212,11 +212,10 @@ class Watchdog:
         for thread in sorted(frames, key=lambda thread: thread != self.main):
             stack = traceback.extract_stack(frames[thread])
             for caller, frame in pairwise(stack):
-                if any(frame.filename.endswith(file) for file in _WAITS):
+                if frame.filename.endswith(_WAITS):
                     to = f", for rank {other}" if (other := process.awaited()) is not None else ""
-                    return (
-                        f"waits in {frame.name}{to}, called in {_short(caller.filename)}:{caller.lineno} {caller.name}"
-                    )
+                    file = "/".join(Path(caller.filename).parts[-2:])
+                    return f"waits in {frame.name}{to}, called in {file}:{caller.lineno} {caller.name}"
         return None
 
     def _own_report(self) -> RankReport:
@@ -313,8 +312,3 @@ def _read(file: Path) -> RankReport | None:
         return read_typed(RankReport, file, LONGEST)
     except FileError:
         return None
-
-
-def _short(file: str) -> str:
-    """The last two parts of a path."""
-    return "/".join(Path(file).parts[-2:])
