@@ -1,5 +1,10 @@
 """The command line: main and one file for each command."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
 LAZY_COMMANDS = {  # command: the file that has it, a function of the same name or `main`, and what its help says
     "train": ("train", "train by a config: see 'isograd train --help'"),
     "rehearse": ("rehearse", "simulate one step on any number of ranks, and check what they send"),
@@ -14,3 +19,10 @@ LAZY_COMMANDS = {  # command: the file that has it, a function of the same name 
     "evaluate": ("evaluate", "a model's perplexity on files, and tasks of lm-eval-harness"),
     "check": ("network", "check the network between a run's machines: see 'isograd check --help'"),
 }
+
+
+def main_of(command: str) -> Callable[[list[str]], int]:
+    """The command line of a command that has its own, loaded when it is asked for."""
+    file = import_module(f"isograd.cli.{LAZY_COMMANDS[command][0]}")
+    found: Callable[[list[str]], int] = getattr(file, command, None) or file.main
+    return found

@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 
 from isograd import __version__
-from isograd.cli import LAZY_COMMANDS
+from isograd.cli import LAZY_COMMANDS, main_of
 from isograd.cli.subcommands import CommandParser, number
 from isograd.io import terminal
 from isograd_verify.command import command
@@ -44,8 +43,7 @@ def _run(words: list[str]) -> int:
 
         return config_from(words[2:], CommandParser, checked)
     if words[0] in LAZY_COMMANDS:
-        file = import_module(f"isograd.cli.{LAZY_COMMANDS[words[0]][0]}")
-        return int((getattr(file, words[0], None) or file.main)(words[1:]))
+        return main_of(words[0])(words[1:])
     options = _parser().parse_args(words)
     return int(options.run(options))
 

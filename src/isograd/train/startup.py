@@ -143,7 +143,15 @@ def dry_run(summary: StartupSummary, *, force: bool = False) -> int:
         print(f"dry run not passed on this machine. {problem}", flush=True)
         return problem.exit_code
     with tempfile.TemporaryDirectory(prefix="dry-", dir=tempdir.home()) as folder:
-        one = _one_step(config, folder)
+        quiet = dict.fromkeys(("trackio", "wandb", "mlflow", "metrics_port")) | {"sample": 0, "tensorboard": False}
+        update = {
+            "run": folder,
+            "steps": 1,
+            "optimizer": config.optimizer.model_copy(update={"warmup": 0}),
+            "log": config.log.model_copy(update=quiet),
+            "evaluate": config.evaluate.model_copy(update={"batches": 1}),
+        }
+        one = config.model_copy(update=update)  # the same run for one step, with nothing sent elsewhere
         texts.prepare(one)
         if config.data is not None:
             print(f"data: {texts.trained(one).describe()}")
@@ -155,20 +163,6 @@ def dry_run(summary: StartupSummary, *, force: bool = False) -> int:
     print(f"step: taken, loss {outcome.losses[0]:.4f}, saved, evaluated")
     print("dry run passed; nothing was kept")
     return 0
-
-
-def _one_step(config: Config, folder: str) -> Config:
-    """The same run for one step, in a folder of its own, with nothing sent elsewhere."""
-    quiet = {"sample": 0, "tensorboard": False, "trackio": None, "wandb": None, "mlflow": None, "metrics_port": None}
-    return config.model_copy(
-        update={
-            "run": folder,
-            "steps": 1,
-            "optimizer": config.optimizer.model_copy(update={"warmup": 0}),
-            "log": config.log.model_copy(update=quiet),
-            "evaluate": config.evaluate.model_copy(update={"batches": 1}),
-        }
-    )
 
 
 def _gb(count: float) -> str:

@@ -8,8 +8,8 @@ preference, or the prompts of task grpo, in `data`.
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from isograd.data import Mixture, Source, build, builtin_chats, manifest, preferences
 from isograd.data.preferences import Preferences
@@ -32,8 +32,7 @@ def prepare(config: Config) -> None:
         return
     if config.pads_rows:
         (source,) = config.data.sources
-        what: Literal["conversations", "pairs"] = "pairs" if config.grpo is None else "conversations"
-        file = _made(config, source, what) if source.builtin else Path(str(source.path))
+        file = _file_of(config, source, builtin_chats.pairs if config.grpo is None else builtin_chats.conversations)
         answers = _answers(config)
         lines = preferences.conversations(file, answers == 3)
         lines = lines if config.grpo is None else preferences.answered(file, config.grpo.column)
@@ -44,17 +43,16 @@ def prepare(config: Config) -> None:
         if text.path and to == Path(text.path):
             continue
         if config.task == "chat":
-            made = _made(config, text, "conversations") if text.builtin else Path(str(text.path))
+            made = _file_of(config, text, builtin_chats.conversations)
             build(to, [made], tokenizer=str(tokenizer(config)), validation=config.data.held_out, chat=True)
         elif not (to / manifest.NAME).exists():
             files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
             build(to, files, validation=config.data.held_out)
 
 
-def _made(config: Config, text: Text, what: Literal["conversations", "pairs"]) -> Path:
-    """The file of a built-in source."""
-    make = builtin_chats.conversations if what == "conversations" else builtin_chats.pairs
-    return make(config.folder / f"{text.builtin}.jsonl", str(text.builtin))
+def _file_of(config: Config, text: Text, make: Callable[[Path, str], Path]) -> Path:
+    """The file of a source, which is made of a built-in one."""
+    return make(config.folder / f"{text.builtin}.jsonl", text.builtin) if text.builtin else Path(str(text.path))
 
 
 def tokenizer(config: Config) -> Path:

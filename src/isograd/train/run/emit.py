@@ -181,7 +181,9 @@ def script(kind: str, path: str, dotted: list[str], config: Config, cluster: Clu
     nodes, per_node = spread(config, cluster)
     name = name_of(config)
     text, rank, first = KINDS[kind]
-    run, set_here, after = config.run, words_of_fields(dotted), config.resilience
+    run, after = config.run, config.resilience
+    # 'steps=3' as '--steps=3', as no file on a cluster is named.
+    set_here = {n: [f"--{word.removeprefix('--')}", *value] for n, (word, *value) in words_of_fields(dotted).items()}
     if rank:
         run = str(PurePosixPath(VOLUME) / name)
         set_here["run"] = [f"--run={run}"]
@@ -243,12 +245,12 @@ def name_of(config: Config) -> str:
 
 
 def words_of_fields(words: list[str]) -> dict[str, list[str]]:
-    """The words of each field that is set; 'steps=3' as '--steps=3', as no file on a cluster is named."""
+    """Which fields these words of the command line set; each with its words."""
     rest, found = list(words), dict[str, list[str]]()
     while rest:
         word = rest.pop(0)
         name, equals, _ = word.removeprefix("--").partition("=")
-        found[name] = [f"--{word.removeprefix('--')}"] if equals or not rest else [word, rest.pop(0)]
+        found[name] = [word] if equals or not rest else [word, rest.pop(0)]
     return found
 
 
