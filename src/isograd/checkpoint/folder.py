@@ -135,7 +135,7 @@ class Growing:
 
     def __init__(self, folder: Place) -> None:
         self._folder, self._before, self._since = folder, dict[str, Any](), time.monotonic()
-        self._answer, self._asked = False, -STORE_POLL_S
+        self._asked = -STORE_POLL_S
 
     def __call__(self) -> bool:
         """True while files of a partial checkpoint have grown within QUIET_S."""

@@ -122,7 +122,11 @@ def declare(
     `partial_over`: axes beyond the data axes. Axes of one rank are left out, of cuts too. `data`: "edp" for the
     weights of routed experts, whose gradient here is that of all tokens of the ep group.
     """
-    _refuse_axes(shards, partial_over, data, mesh)
+    beside = MODEL_PARALLEL_AXIS.get(data)  # members of the data axes hold copies, and no gradient is summed twice
+    wrong = [f"cut over {shard.axis!r}" for shard in shards if shard.axis != beside]
+    wrong += [f"partial over {axes!r}" for axes in partial_over if data != DATA and not axes.startswith("pp")]
+    if beside is None or wrong:
+        raise ContractError("IG304", seen=", ".join([f"data axes {data!r}", *wrong]), where=mesh.describe_rank())
     cut = tuple(shard for shard in shards if mesh.size(shard.axis) > 1)
     contract = Contract(tuple(shape), cut, tuple(axes for axes in partial_over if mesh.size(axes) > 1), data)
     expected = tuple(stop - start for start, stop in contract.local(mesh))
@@ -132,15 +136,6 @@ def declare(
         )
     setattr(parameter, _MARK, contract)
     return parameter
-
-
-def _refuse_axes(shards: Sequence[Shard], partial_over: Sequence[str], data: str, mesh: Mesh) -> None:
-    """Members of the data axes hold copies, and no rank's gradient is summed twice."""
-    beside = MODEL_PARALLEL_AXIS.get(data)
-    wrong = [f"cut over {shard.axis!r}" for shard in shards if shard.axis != beside]
-    wrong += [f"partial over {axes!r}" for axes in partial_over if data != DATA and not axes.startswith("pp")]
-    if beside is None or wrong:
-        raise ContractError("IG304", seen=", ".join([f"data axes {data!r}", *wrong]), where=mesh.describe_rank())
 
 
 def contract_of(parameter: torch.Tensor) -> Contract | None:

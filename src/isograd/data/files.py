@@ -31,20 +31,14 @@ class FileReader:
         """`size` bytes of a file from place `start` on; a file that ends before is an error."""
         try:
             with self._lock:
-                found = self._pread(self._descriptor(path), start, size)
+                found, descriptor = b"", self._descriptor(path)
+                while len(found) < size and (part := os.pread(descriptor, size - len(found), start + len(found))):
+                    found += part
         except OSError as error:
             raise DataError("IG904", seen=str(error), path=path) from error
         if len(found) != size:
             raise DataError("IG904", seen=f"it ends {size - len(found)} bytes before place {start + size}", path=path)
         return found
-
-    @staticmethod
-    def _pread(descriptor: int, start: int, size: int) -> bytes:
-        parts = []
-        while size > 0 and (part := os.pread(descriptor, size, start)):
-            parts.append(part)
-            start, size = start + len(part), size - len(part)
-        return b"".join(parts)
 
     def _descriptor(self, path: str) -> int:
         if path not in self._open:

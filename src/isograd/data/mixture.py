@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from isograd.data.manifest import TOKENIZER, TokenShard, read
+from isograd.data.manifest import TOKENIZER, read
 from isograd.data.order import Blend, drawn
 from isograd.data.packs import Packs
 from isograd.data.tokenizer import load_tokenizer, same_ids
@@ -82,7 +82,10 @@ class Mixture:
     def fingerprint(self) -> str:
         """A hash of all that decides any sample: equal fingerprints, equal batches."""
         shards = [
-            [self.split, *((s.tokens, s.tokens_sha256, s.ends_sha256, *_counted(s)) for s in tokens.shards)]
+            [
+                self.split,
+                *((s.tokens, s.tokens_sha256, s.ends_sha256, *filter(None, [s.counted_sha256])) for s in tokens.shards),
+            ]
             for tokens in self._tokens
         ]
         options = [ORDER, self.length, self.batch, self.seed, self.packing, self._blend.parts]
@@ -193,10 +196,6 @@ class Mixture:
                 f"{windows:,} windows, {share * drawn / windows:.2f} times an epoch"
             )
         return "\n".join([*lines, *([f"  {self.left_out}"] if self.left_out else [])])
-
-
-def _counted(shard: TokenShard) -> list[str]:
-    return [shard.counted_sha256] if shard.counted_sha256 else []
 
 
 def _windows(tokens: Tokens, length: int) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from re import Match
 from typing import TypeVar
 
 import numpy as np
@@ -150,21 +149,15 @@ def _texts(recipe: Recipe, parts: list[InputPart], tokenizer: Tokenizer) -> Iter
     for part in parts:
         for index, text in enumerate(read(recipe, part)):
             if refused is not None and (found := refused.search(text)):
-                raise _spells(recipe, part, index, found)
+                raise DataError(
+                    "IG929",
+                    f"{place_of(recipe, part, index)}: the text spells the special token {found[0]!r}",
+                    seen=repr(text[max(0, found.start() - 20) : found.end() + 20]),
+                    expected="text without special tokens, or a decision what they are",
+                    fix="--special-tokens keep: they become their ids, as chats need that a template has rendered; "
+                    "--special-tokens text: they are ordinary text",
+                )
             yield text
-
-
-def _spells(recipe: Recipe, part: InputPart, index: int, found: Match[str]) -> DataError:
-    """The refusal of document `index` of a part."""
-    around = found.string[max(0, found.start() - 20) : found.end() + 20]
-    return DataError(
-        "IG929",
-        f"{place_of(recipe, part, index)}: the text spells the special token {found[0]!r}",
-        seen=repr(around),
-        expected="text without special tokens, or a decision what they are",
-        fix="--special-tokens keep: they become their ids, as chats need that a template has rendered; "
-        "--special-tokens text: they are ordinary text",
-    )
 
 
 def _blocks(held: list[Ids]) -> Iterator[list[Ids]]:

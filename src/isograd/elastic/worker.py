@@ -27,17 +27,13 @@ def in_world(seat: Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return fn(*args)
     except BaseException as error:
         vars(error)[RAISED_AT] = time.monotonic()  # before the others feel it, whose errors are consequences
-        _let_go(error)
+        before: BaseException | None = error
+        seen: set[int] = set()
+        while before is not None and id(before) not in seen:  # free what the frames of these errors hold
+            seen.add(id(before))
+            traceback.clear_frames(before.__traceback__)
+            before = before.__cause__ or before.__context__
         raise
     finally:
         world.leave()
         gc.collect()
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Free what the frames of an error hold, and those of the errors before it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

@@ -90,14 +90,10 @@ def _activation(name: str) -> str:
     return ACTIVATIONS[name]
 
 
-def _pad_token(c: Mapping[str, Any]) -> int | None:
-    """Negative ones are counted from the end, as torch's padding_idx is."""
-    token = c.get("pad_token_id")
-    return int(token) % int(c["vocab_size"]) if isinstance(token, int) and token < 0 else token
-
-
 def _from_llama(c: Mapping[str, Any]) -> TransformerConfig:
-    bias = c.get("attention_bias", False)
+    bias, pad_token = c.get("attention_bias", False), c.get("pad_token_id")
+    if isinstance(pad_token, int) and pad_token < 0:  # counted from the end, as torch's padding_idx is
+        pad_token %= int(c["vocab_size"])
     return TransformerConfig(
         vocab=c["vocab_size"], hidden=c["hidden_size"], layers=c["num_hidden_layers"], heads=c["num_attention_heads"],
         kv_heads=c.get("num_key_value_heads"), head_dim=c.get("head_dim"), mlp=c["intermediate_size"],
@@ -105,16 +101,9 @@ def _from_llama(c: Mapping[str, Any]) -> TransformerConfig:
         max_positions=c["max_position_embeddings"], qkv_bias=bias or c["model_type"] == "qwen2",
         out_bias=bias and c["model_type"] != "qwen2", mlp_bias=c.get("mlp_bias", False),
         tied=c.get("tie_word_embeddings", False), attention_dropout=c.get("attention_dropout", 0.0),
-        init_std=c.get("initializer_range", 0.02), pad_token=_pad_token(c), **windows(c), **rotary(c),
+        init_std=c.get("initializer_range", 0.02), pad_token=pad_token, **windows(c), **rotary(c),
         qk_norm=c["model_type"] == "qwen3",
     )  # fmt: skip
-
-
-def _one_dropout(c: Mapping[str, Any]) -> float:
-    dropouts = {c.get("resid_pdrop", 0.0), c.get("embd_pdrop", 0.0)}
-    if len(dropouts) > 1:
-        raise ConfigError("IG610", "resid_pdrop and embd_pdrop must be equal here", seen=sorted(dropouts))
-    return float(dropouts.pop())
 
 
 def _from_qwen3_moe(c: Mapping[str, Any]) -> TransformerConfig:
@@ -139,13 +128,16 @@ def _from_qwen3_moe(c: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _from_gpt2(c: Mapping[str, Any]) -> TransformerConfig:
+    dropouts = {c.get("resid_pdrop", 0.0), c.get("embd_pdrop", 0.0)}
+    if len(dropouts) > 1:
+        raise ConfigError("IG610", "resid_pdrop and embd_pdrop must be equal here", seen=sorted(dropouts))
     return TransformerConfig(
         vocab=c["vocab_size"], hidden=c["n_embd"], layers=c["n_layer"], heads=c["n_head"],
         mlp=c.get("n_inner") or 4 * c["n_embd"], norm="layer", norm_eps=c["layer_norm_epsilon"],
         activation=_activation(c["activation_function"]), gated=False, positions="learned",
         max_positions=c["n_positions"], qkv_bias=True, out_bias=True, mlp_bias=True,
-        tied=c.get("tie_word_embeddings", True), dropout=_one_dropout(c), attention_dropout=c.get("attn_pdrop", 0.0),
-        init_std=c.get("initializer_range", 0.02),
+        tied=c.get("tie_word_embeddings", True), dropout=float(dropouts.pop()),
+        attention_dropout=c.get("attn_pdrop", 0.0), init_std=c.get("initializer_range", 0.02),
     )  # fmt: skip
 
 
@@ -201,7 +193,8 @@ def to_hf_config(config: TransformerConfig) -> dict[str, Any]:
     values = _written(config, model_type_of(config))
     mine, again = (
         {f.name: getattr(c, f.name) for f in fields(c)}
-        for c in (_filled_in(config), _filled_in(from_hf_config(values)))
+        | {"kv_heads": c.kv_heads or c.heads, "head_dim": c.features_per_head}  # as they follow from others
+        for c in (config, from_hf_config(values))
     )
     idle = ["rope_theta", "rotary_fraction"] if config.positions == "learned" else []
     if config.experts is not None and all(config.experts.in_layer(n) for n in range(config.layers)):
@@ -217,12 +210,6 @@ def to_hf_config(config: TransformerConfig) -> dict[str, Any]:
             fix="checkpoints keep any model of isograd; only exports need a family",
         )
     return values
-
-
-def _filled_in(config: TransformerConfig) -> TransformerConfig:
-    """The same with numbers in the place of those that follow from others."""
-    head_dim = config.features_per_head
-    return replace(config, kv_heads=config.kv_heads or config.heads, head_dim=head_dim)
 
 
 def _written(config: TransformerConfig, kind: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Only safetensors files are read; a pickled .bin can run code and is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -177,7 +177,9 @@ class HuggingFace:
             self._rules.setdefault(rule.ours, []).append(rule)
         one = Mesh.unbound("1")
         self.shapes = {r.name: r.contract.shape for r in contracts(Transformer(config, one, device="meta"), one)}
-        wrong = _other_experts(self._places, config)
+        numbers = [int(found[1]) for name in self._places if (found := re.search(r"\.experts\.(\d{1,6})\.", name))]
+        held, wanted = max(numbers, default=-1) + 1, config.experts.number if config.experts else 0
+        wrong = [f"{held} experts are stored, the config has {wanted}"] if held != wanted else []
         for rule in {rule.theirs: rule for rule in every}.values():
             expected = rule.shape(self.shapes[rule.ours])
             if rule.theirs not in self._places:
@@ -208,13 +210,6 @@ class HuggingFace:
         inner = tuple(slice(start, stop) for start, stop in box[1:])
         parts = [self._source.look(self._places[rule.theirs], lambda t: t[inner]) for rule in rules[slice(*box[0])]]
         return torch.stack(parts) if parts else torch.empty(0, *(stop - start for start, stop in box[1:]))
-
-
-def _other_experts(names: Iterable[str], config: TransformerConfig) -> list[str]:
-    """What to say first of weights whose experts are not as many as the config's."""
-    numbers = [int(found[1]) for name in names if (found := re.search(r"\.experts\.(\d{1,6})\.", name))]
-    stored, wanted = max(numbers, default=-1) + 1, config.experts.number if config.experts else 0
-    return [f"{stored} experts are stored, the config has {wanted}"] if stored != wanted else []
 
 
 def _box_of(rule: Rule, shape: tuple[int, ...], box: Box, theirs: Tensor) -> Tensor:

@@ -43,14 +43,6 @@ class Strict:
 _adapters: dict[Any, Any] = {}  # by type: making one takes longer than most uses
 
 
-def _adapter(kind: Any) -> Any:
-    from pydantic import TypeAdapter
-
-    if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind]
-
-
 def open_to_read(path: str | Place, *, follow: bool = False) -> AbstractContextManager[Any]:
     """A regular file or an object, open for reading; see isograd_verify."""
     return path.open_to_read() if isinstance(path, StorePath) else _disk.open_to_read(path, follow=follow)
@@ -85,12 +77,14 @@ def read_typed(kind: type[T], path: str | Place, most: int, *, follow: bool = Fa
 
 def typed(kind: type[T], raw: bytes | str, path: str | Place, *, parsed: bool = False) -> T:
     """JSON text as typed data. `kind`: a dataclass or another type that pydantic knows; `parsed`: by parse_json."""
-    from pydantic import ValidationError
+    from pydantic import TypeAdapter, ValidationError
 
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
     if not parsed:
         parse_json(raw, str(path))
     try:
-        found: T = _adapter(kind).validate_json(raw)
+        found: T = _adapters[kind].validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "the whole file"

@@ -117,12 +117,6 @@ def _lines(node: yaml.Node, place: Place) -> Iterator[tuple[Place, int]]:
             yield from _lines(value, (*place, index))
 
 
-def line_of(error: Exception) -> int | None:
-    """The line that an error of `parse` speaks of."""
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    return mark.line + 1 if mark is not None else getattr(error, "line", None)
-
-
 def why(error: Exception) -> str:
     """An error of `parse` in one line, without its place."""
     return str(getattr(error, "why", None) or getattr(error, "problem", None) or error)
@@ -130,5 +124,6 @@ def why(error: Exception) -> str:
 
 def read_error(path: str | Path, error: Exception) -> str:
     """'run.yaml:3: aliases are not read'."""
-    line = line_of(error)
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    line = mark.line + 1 if mark is not None else getattr(error, "line", None)
     return f"{path}:{line}: {why(error)}" if line else f"{path}: {why(error)}"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -162,17 +163,14 @@ class _Step:
         do = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
         _in_doubt(self.mail.look_ahead, self.pipeline.mesh)
         for action in self.order:
-            arrived = self._arrive(action)
+            source = next((need for need in self.schedule.needs(action) if need.stage != action.stage), None)
+            arrived = _in_doubt(partial(self.mail.receive, source), self.pipeline.mesh) if source else []
             began = time.perf_counter()
             with record_function(f"isograd: {action.kind} of stage {action.stage}, micro-batch {action.micro}"):
                 do[action.kind](action, arrived)
             self.timeline.append(Timed(action, began, time.perf_counter()))
             _in_doubt(self.mail.look_ahead, self.pipeline.mesh)
         _in_doubt(self.mail.finish, self.pipeline.mesh)
-
-    def _arrive(self, action: Action) -> list[Tensor]:
-        source = next((need for need in self.schedule.needs(action) if need.stage != action.stage), None)
-        return _in_doubt(lambda: self.mail.receive(source), self.pipeline.mesh) if source else []
 
     def _forward(self, action: Action, inputs: list[Tensor]) -> None:
         micro = self.micros[action.micro]

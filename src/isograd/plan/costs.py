@@ -68,16 +68,13 @@ class Costs:
         """Seconds of [m, k] times [k, n]."""
         rate, _, memory = self._peaks
         moved = (m * k + k * n + m * n) * self.work.size
-        cast = self._cast(m, n, k) if self.work.products == "fp8" else 0.0
+        # Casts to 8 bits, of the three products of a forward and its backward on average: inputs and gradients of
+        # results are read, and written as they are and transposed. A weight is cast once in a step.
+        cast = (2 + 1 + 1) * (m * k + m * n + k * n / self.work.micro_batches) / 3
+        cast = cast if self.work.products == "fp8" else 0.0
         share = product_share(m, n, k, self.machine.units)
         seconds = max(2 * m * n * k / (rate * share), moved / memory)
         return seconds + cast / memory + self.machine.rates.operator_us * 1e-6
-
-    def _cast(self, m: float, n: float, k: float) -> float:
-        """Bytes that the casts of a product to 8 bits move, of the three products of a forward and its backward on
-        average: inputs and gradients of results are read, and written as they are and transposed. A weight is cast
-        once in a step."""
-        return (2 + 1 + 1) * (m * k + m * n + k * n / self.work.micro_batches) / 3
 
     def elements(self, bytes: float, operators: int = 1) -> float:
         """Seconds of operations on elements that must read and write so many bytes."""

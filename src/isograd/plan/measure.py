@@ -106,7 +106,13 @@ def _rank(ranks: int, repeats: int, crowded: bool = False) -> dict[str, float]:
     found = {}
     for name, function in work.items():
         raw.all_gather(ones, group, [1] * group.size)  # all begin together
-        found[name] = _seconds(function, repeats * (5 if name in QUICK else 1))
+        function()
+        times = []
+        for _ in range(repeats * (5 if name in QUICK else 1)):
+            began = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - began)
+        found[name] = median(times)
     return found
 
 
@@ -117,16 +123,6 @@ def _short(value: float) -> float:
 def _share(value: float) -> float:
     """At most 1: something that was measured as slower than the fastest of its kind."""
     return min(1.0, _short(value))
-
-
-def _seconds(function: Callable[[], object], repeats: int) -> float:
-    function()
-    found = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        function()
-        found.append(time.perf_counter() - began)
-    return median(found)
 
 
 def _chain() -> None:

@@ -49,17 +49,15 @@ class Memory:
 
 def memory(work: Work, layout: Layout, *, gpu: bool = False) -> Memory:
     """Of the rank that needs most: the first or the last pipeline stage. `gpu`: with what it needs on GPUs alone."""
-    of = _on_gpu if gpu else of_stage
-    return max((of(work, layout, index) for index in {0, layout.pp - 1}), key=lambda found: found.total)
-
-
-def _on_gpu(work: Work, layout: Layout, index: int) -> Memory:
-    """With what NCCL holds, of isograd."""
-    found = of_stage(replace(work, masked=work.takes_mask(gpu=True)), layout, index)
-    if work.profile != FrameworkProfile():
-        return found
-    held = communicators(work, layout, index) * COMMUNICATOR
-    return replace(found, gradients=found.gradients + waiting_buckets(work, layout, index), communication=held)
+    stages = []
+    for index in {0, layout.pp - 1}:
+        found = of_stage(replace(work, masked=work.takes_mask(gpu=True)) if gpu else work, layout, index)
+        if gpu and work.profile == FrameworkProfile():  # with what NCCL holds, of isograd
+            held = communicators(work, layout, index) * COMMUNICATOR
+            gradients = found.gradients + waiting_buckets(work, layout, index)
+            found = replace(found, gradients=gradients, communication=held)
+        stages.append(found)
+    return max(stages, key=lambda stage: stage.total)
 
 
 def waiting_buckets(work: Work, layout: Layout, index: int) -> float:

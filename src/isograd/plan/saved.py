@@ -110,20 +110,17 @@ class _Plans:
         even = cut is None or len({stop - start for start, stop in cut.ranges}) == 1
         key = contract, cuts, whole, "" if even else name, first if contract.ties else 0
         if key not in self._planned:
-            self._planned[key] = dict(self._boxes(slot, first))
+            boxes = self._planned[key] = {}
+            parts: dict[int, tuple[Box, tuple[int, ...]] | None] = {}  # by place beside: its part, and its rows' ends
+            places = zip(self._along(contract.model_parallel_axis), self._along(contract.data), strict=True)
+            for rank, (place, owner) in enumerate(places):
+                if place not in parts:
+                    parts[place] = _part(contract, cuts, whole, Mesh.unbound(self._layout, first + rank))
+                part = parts[place]
+                if part is not None and part[1][owner] < part[1][owner + 1]:
+                    (start, _), *rest = part[0]
+                    boxes[rank] = ((start + part[1][owner], start + part[1][owner + 1]), *rest)
         return self._planned[key]
-
-    def _boxes(self, slot: Slotted, first: int) -> Iterator[tuple[int, Box]]:
-        _, contract, cuts, whole = slot
-        parts: dict[int, tuple[Box, tuple[int, ...]] | None] = {}  # by place beside: its part, and its rows' ends
-        places = zip(self._along(contract.model_parallel_axis), self._along(contract.data), strict=True)
-        for rank, (place, owner) in enumerate(places):
-            if place not in parts:
-                parts[place] = _part(contract, cuts, whole, Mesh.unbound(self._layout, first + rank))
-            part = parts[place]
-            if part is not None and part[1][owner] < part[1][owner + 1]:
-                (start, _), *rest = part[0]
-                yield rank, ((start + part[1][owner], start + part[1][owner + 1]), *rest)
 
     def _along(self, axes: str) -> list[int]:
         if axes not in self._places:

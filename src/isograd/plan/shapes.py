@@ -159,7 +159,8 @@ class Shapes(TorchDispatchMode):
         found = self._results.get(key)
         if found is None:
             found = self._results[key] = self._result(func, args, kwargs, given, fake)
-        if found is _REAL or (func in _EMPTY and _size(found[0]) < RESIZABLE):
+        small = func in _EMPTY and sum(math.prod(form[0]) * form[2].itemsize for form in found[0] if form) < RESIZABLE
+        if found is _REAL or small:
             result = self._run(func, args, kwargs)
         else:
             result = self._shaped(about, args, kwargs, *found)
@@ -242,7 +243,9 @@ class Shapes(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], fake: bool
     ) -> tuple[tuple[Form | None, ...], Any]:
         """The forms of an operation's results, and how they are nested; _REAL if it is to be run."""
-        if not fake and (self._stays_small(func, args, kwargs, given) or _on_meta(given, kwargs)):
+        device = kwargs.get("device")  # the program itself may work on the meta device
+        on_meta = any(t.is_meta for t in given) or (device is not None and torch.device(device).type == "meta")
+        if not fake and (on_meta or self._stays_small(func, args, kwargs, given)):
             return _REAL
         shaped = tree.tree_map_only(Tensor, _on_meta_device, (args, kwargs))
         named = {name: None if name == "generator" else value for name, value in shaped[1].items()}
@@ -392,16 +395,6 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
         else:
             found.append((type(value), value))
     return tuple(found)
-
-
-def _size(forms: Iterable[Form | None]) -> int:
-    return sum(math.prod(form[0]) * form[2].itemsize for form in forms if form is not None)
-
-
-def _on_meta(given: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
-    """Whether the program itself works on the meta device."""
-    device = kwargs.get("device")
-    return any(t.is_meta for t in given) or (device is not None and torch.device(device).type == "meta")
 
 
 def _on_meta_device(tensor: Tensor) -> Tensor:

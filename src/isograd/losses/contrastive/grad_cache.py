@@ -332,7 +332,11 @@ class GradientCache:
             seen = f"keep_mb={self.keep_mb!r} under {str(self.engine.mesh.layout)!r}"
             raise ContrastiveError("IG973", seen=seen, where=self.engine.mesh.describe_rank())
         _refuse_batch_norm(self.engine.model)
-        _refuse_balance(self.engine)
+        layers = [(name, layer.options) for name, layer in self.engine.model.named_modules() if isinstance(layer, MoE)]
+        losing = [name for name, options in layers if options.balance != "none" or options.z_weight]
+        if losing:
+            where = self.engine.mesh.describe_rank()
+            raise ContrastiveError("IG971", where=where, layers=", ".join(losing[:6]), count=len(losing))
 
 
 def _my_rows(across: NegativesScope) -> int:
@@ -346,11 +350,3 @@ def _refuse_batch_norm(model: nn.Module) -> None:
         raise ContrastiveError(
             "IG968", seen=f"{len(found)} batch norm module(s) in training mode", names=", ".join(found[:6])
         )
-
-
-def _refuse_balance(engine: Engine) -> None:
-    layers = [(name, module.options) for name, module in engine.model.named_modules() if isinstance(module, MoE)]
-    losing = [name for name, options in layers if options.balance != "none" or options.z_weight]
-    if losing:
-        where = engine.mesh.describe_rank()
-        raise ContrastiveError("IG971", where=where, layers=", ".join(losing[:6]), count=len(losing))
