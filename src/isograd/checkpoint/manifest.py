@@ -208,7 +208,14 @@ def read(folder: Place) -> CheckpointManifest:
         if not words or hashlib.sha256(text).hexdigest() != words[0]:
             raise Damage(f"{NAME} does not have the hash that {HASH} says")
         found = parse_json(text, str(path), nan=True)
-        _refuse_other_version(folder, found)
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise Damage(f"{NAME} is no manifest of a checkpoint")
+        version = found.get("version")
+        if type(version) is int and version > 0 and version != VERSION:
+            by = str(found.get("written_by"))[:200]
+            raise CheckpointError("IG939", name=folder.name, version=VERSION, other=version, by=by)
+        if version != VERSION:
+            raise Damage(f"{NAME} has no version")
         head = typed(_Head, text, path, parsed=True)
     except FileError as error:
         raise Damage(error.brief) from error
@@ -221,17 +228,6 @@ def read(folder: Place) -> CheckpointManifest:
     return CheckpointManifest(
         head.step, head.layout, found["model"], head.written_by, head.files, found["numbers"], head.extra, tensors
     )
-
-
-def _refuse_other_version(folder: Place, found: Any) -> None:
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise Damage(f"{NAME} is no manifest of a checkpoint")
-    version = found.get("version")
-    if type(version) is int and version > 0 and version != VERSION:
-        by = str(found.get("written_by"))[:200]
-        raise CheckpointError("IG939", name=folder.name, version=VERSION, other=version, by=by)
-    if version != VERSION:
-        raise Damage(f"{NAME} has no version")
 
 
 def _saved(key: str, value: _Columns, sizes: dict[str, int], budget: list[int]) -> Saved:

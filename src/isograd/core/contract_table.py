@@ -145,8 +145,7 @@ def _cut_name(axis: str, ranges: tuple[tuple[int, int], ...]) -> str:
 
 
 def _merged(table: Iterable[ContractRow]) -> list[tuple[str, ContractRow]]:
-    """Records that differ only in one layer number, merged under a name such as
-    'blocks.{0-7}.norm.weight'."""
+    """Records that differ only in one layer number, under one name, such as 'blocks.{0-7}.norm.weight'."""
     groups: dict[tuple[str, Contract, tuple[int, ...], bool], list[tuple[int | None, ContractRow]]] = {}
     for record in table:
         number = re.search(r"\.(\d+)\.", record.name)

@@ -59,7 +59,11 @@ class Chats:
         self.folder, self.special_tokens = Path(folder), special_tokens
         self.markers: dict[str, int] = {}  # met so far that are text: how many tokens each of them is
         theirs = _open(self.folder)
-        self.template, self.values = _template(theirs, self.folder), dict(theirs.special_tokens_map)
+        try:
+            self.template = str(theirs.get_chat_template())
+        except ValueError as error:
+            raise ChatError("IG991", seen=f"no chat template: {str(error)[:200]}", folder=self.folder) from error
+        self.values = dict(theirs.special_tokens_map)
         self.json: str = theirs.backend_tokenizer.to_str()
         self.tokenizer: Loaded = load_json(self.json, self.folder)
         added = self.tokenizer.get_added_tokens_decoder()
@@ -381,10 +385,3 @@ def _open(folder: Path) -> Any:
     if not getattr(found, "is_fast", False):
         raise ChatError("IG991", seen="a tokenizer without a tokenizer.json", folder=folder)
     return found
-
-
-def _template(theirs: Any, folder: Path) -> str:
-    try:
-        return str(theirs.get_chat_template())
-    except ValueError as error:
-        raise ChatError("IG991", seen=f"no chat template: {str(error)[:200]}", folder=folder) from error

@@ -64,7 +64,14 @@ class Mixture:
         self.seed, self.split, self.packing, self.repeat = seed, split, packing, repeat
         self._blend = Blend([source.weight for source in sources])
         self._tokens = [Tokens(source.path, split) for source in sources]
-        _same_vocabulary(self._tokens)
+        first, *others = self._tokens
+        mine = first.manifest.recipe.vocabulary
+        for other in others:
+            theirs = other.manifest.recipe.vocabulary
+            if (theirs.sha256, theirs.size) != (mine.sha256, mine.size):
+                both = (first, mine), (other, theirs)
+                seen = "; ".join(f"{tokens.folder}: {its.name}, {its.size} tokens" for tokens, its in both)
+                raise DataError("IG908", seen=seen)
         self._packs = [Packs(tokens, length) for tokens in self._tokens] if packing == "whole" else []
         self._windows = [len(p) for p in self._packs] or [_windows(tokens, length) for tokens in self._tokens]
 
@@ -220,18 +227,6 @@ def _check(sources: Sequence[Source], length: int, batch: int, split: str, packi
             expected="sources; length and batch of at least 1; split 'train' or 'validation'; "
             "packing 'documents', 'whole' or 'stream'",
         )
-
-
-def _same_vocabulary(found: Sequence[Tokens]) -> None:
-    first = found[0].manifest.recipe.vocabulary
-    for other in found[1:]:
-        vocabulary = other.manifest.recipe.vocabulary
-        if (vocabulary.sha256, vocabulary.size) != (first.sha256, first.size):
-            raise DataError(
-                "IG908",
-                seen=f"{found[0].folder}: {first.name}, {first.size} tokens; "
-                f"{other.folder}: {vocabulary.name}, {vocabulary.size} tokens",
-            )
 
 
 class Sourced(Protocol):

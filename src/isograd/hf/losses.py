@@ -115,12 +115,7 @@ class RowScores:
     def cut(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         """Of the layers: whole rows -> this rank's part."""
         given = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
-        self._refuse_scored_padding(base, given)
-        self.part = shard({name: given.pop(name) for name in (*KEYS, EMBEDS) if name in given}, self.mesh)
-        return (), given | self.part.inputs
-
-    def _refuse_scored_padding(self, base: Any, given: Mapping[str, Any]) -> None:
-        """The library may take the score of a token that the mask excludes, which attends to other padding here."""
+        # The library may take the score of a token that the mask excludes, which attends to other padding here.
         mask, ids, pad = given.get("attention_mask"), given.get("input_ids"), text_of(base.config).pad_token_id
         if mask is not None and bool((mask.eq(0) & (True if ids is None or pad is None else ids.ne(pad))).any()):
             raise ModelError(
@@ -131,6 +126,8 @@ class RowScores:
                 fix="input_ids.masked_fill(attention_mask == 0, model.config.pad_token_id)",
                 where=self.mesh.describe_rank(),
             )
+        self.part = shard({name: given.pop(name) for name in (*KEYS, EMBEDS) if name in given}, self.mesh)
+        return (), given | self.part.inputs
 
     def gather(self, head: Any, args: tuple[Any, ...], scores: Tensor) -> Tensor:
         """Of the head: [b, local, n] -> [b, s, n]."""

@@ -46,10 +46,6 @@ class Sequences:
         """Whether a module is given parts of sequences, or is inside of one that gathers them."""
         return bool(self.layers) and name.startswith(f"{self.layers}.") and not is_below(name, self.whole)
 
-    def are_whole_in(self, name: str) -> bool:
-        """Whether it is inside of a module that gathers them."""
-        return any(name.startswith(f"{entered}.") for entered in self.entered)
-
 
 def sequences_of(model: Any, plan: dict[str, str], experts: Iterable[str], mesh: Mesh) -> Sequences:
     """Follows from which modules of each layer the plan cuts. experts: layers of experts that ep deals out."""

@@ -230,7 +230,8 @@ class _Cutter:
 
     def _region(self, name: str, region: str) -> bool:
         """Whether a cut region begins and ends with parts of sequences."""
-        if self.sequences.are_cut(name) and self.sequences.are_whole_in(region):
+        gathered = any(region.startswith(f"{entered}.") for entered in self.sequences.entered)
+        if gathered and self.sequences.are_cut(name):
             raise self._unsupported(name, self.plan[name], "a cut region within another, under sp")
         return self.sequences.are_cut(name)
 

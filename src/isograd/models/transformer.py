@@ -324,10 +324,7 @@ class Transformer(nn.Module):
         angles = self.rotary.table(stream.positions, x.dtype) if self.rotary is not None and numbers else None
         found = []
         for number in numbers:
-            block = self.blocks.get_submodule(str(number))
-            here = stream
-            if stream.key is not None:  # a key of its own for each block's dropout
-                here = replace(stream, key=stream.key.fold("block", number))
+            block, here = self.blocks.get_submodule(str(number)), _for_block(stream, number)
             if self.recompute and torch.is_grad_enabled():
                 here = replace(here, remembered=Remembered())
                 how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -428,3 +425,10 @@ class Transformer(nn.Module):
 def _tokens_of(places: TokenLayout, rows: int, part: int) -> int:
     """The number of tokens, without padding, that a cp rank has of `rows` sequences."""
     return rows * sum(max(0, min(stop, places.length) - start) for start, stop in places.spans[part])
+
+
+def _for_block(stream: Stream, number: int) -> Stream:
+    """The stream with a key of its own for each block's dropout."""
+    if stream.key is None:
+        return stream
+    return replace(stream, key=stream.key.fold("block", number))

@@ -46,7 +46,12 @@ class SplitBackward:
 
     def hook(self, input: Tensor, weight: Tensor) -> WeightGradHook | None:
         """What a backward calls instead of computing the weight's gradient; None: it computes the gradient."""
-        if not (input.requires_grad and input.dim() > 1 and _splittable(weight, input) and self._accepts(weight)):
+        plain = {type(weight), type(input)} <= {Tensor, nn.Parameter}  # another class may have its own linear map
+        if not (plain and input.requires_grad and input.dim() > 1) or torch._C._are_functorch_transforms_active():
+            return None
+        leaf = weight.requires_grad and weight.is_leaf and weight.dim() == 2
+        autocast = torch.is_autocast_enabled(input.device.type)
+        if autocast or not (leaf and torch.is_grad_enabled() and self._accepts(weight)):
             return None
         return partial(self._collect, weight)
 
@@ -117,15 +122,6 @@ def weight_grad_requested(ctx: Any) -> bool:
 
 def _matrix(t: Tensor) -> Tensor:
     return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
-
-
-def _splittable(weight: Tensor, input: Tensor) -> bool:
-    """A leaf of a plain class, used in its own dtype."""
-    plain = {type(weight), type(input)} <= {Tensor, nn.Parameter}  # another class may have its own linear map
-    if not plain or torch._C._are_functorch_transforms_active():
-        return False
-    autocast = torch.is_autocast_enabled(input.device.type)
-    return torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf and weight.dim() == 2 and not autocast
 
 
 class _Linear(torch.autograd.Function):

@@ -187,7 +187,9 @@ class _Step:
             else:
                 self.held[action[1:]] = _MicroBatchState(inputs, [], loss, None, split)
             return
-        result, terms = _without_terms(result)
+        terms: Terms | None = None
+        if isinstance(result, tuple) and len(result) > 1 and isinstance(result[-1], Terms):  # after what it passes on
+            result, terms = (result[0] if len(result) == 2 else result[:-1]), result[-1]
         outputs = _checked(result, action.stage, self.pipeline.mesh)
         _in_doubt(lambda: self.mail.send(action, outputs), self.pipeline.mesh)
         if self._autograd is not None:
@@ -245,13 +247,6 @@ def shapes_of(micro: Any) -> tuple[tuple[int, ...], ...]:
 def _pair(result: Any) -> tuple[Tensor, Tensor | float]:
     loss, weight = result
     return loss, weight
-
-
-def _without_terms(result: Any) -> tuple[Any, Terms | None]:
-    """What a stage passes on, and the terms that it returned after that."""
-    if isinstance(result, tuple) and len(result) > 1 and isinstance(result[-1], Terms):
-        return (result[0] if len(result) == 2 else result[:-1]), result[-1]
-    return result, None
 
 
 def _checked(result: Any, stage: int, mesh: Mesh) -> list[Tensor]:

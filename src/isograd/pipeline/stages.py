@@ -106,16 +106,18 @@ class Stages(nn.Module):
         """The weights of the terms of a micro-batch, which an Engine must know before its first backward."""
         return None if self.weights is None else self.weights(kwargs or args)
 
+    def _piece(self, stage: int, x: Any, micro: Any) -> Any:
+        x = self.inputs(micro) if stage == 0 else x
+        for number in self.parts[stage]:
+            x = self.kept[str(number)](*x) if isinstance(x, tuple) else self.kept[str(number)](x)
+        return self.loss(x, micro) if stage == len(self.parts) - 1 else x
+
     def forward(self, *args: Any, stage: int | None = None, passed: Any = None, **kwargs: Any) -> Any:
         """The whole model on one rank, which returns (mean, weight); or one stage of it, when a pipeline calls it."""
         if stage is None and len(self.parts) > 1:
             layout = str(self.mesh.layout)
             raise PipelineError("IG808", where=self.mesh.describe_rank(), layout=layout, batch="batch")
-        stage, micro = stage or 0, kwargs or args
-        x = self.inputs(micro) if stage == 0 else passed
-        for number in self.parts[stage]:
-            x = self.kept[str(number)](*x) if isinstance(x, tuple) else self.kept[str(number)](x)
-        return self.loss(x, micro) if stage == len(self.parts) - 1 else x
+        return self._piece(stage or 0, passed, kwargs or args)
 
 
 def pieces(model: nn.Module, mesh: Mesh) -> dict[int, Callable[[Any, Any], Any]]:

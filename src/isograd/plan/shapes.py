@@ -247,7 +247,9 @@ class Shapes(TorchDispatchMode):
         on_meta = any(t.is_meta for t in given) or (device is not None and torch.device(device).type == "meta")
         if not fake and (on_meta or self._stays_small(func, args, kwargs, given)):
             return _REAL
-        shaped = tree.tree_map_only(Tensor, _on_meta_device, (args, kwargs))
+        shaped = tree.tree_map_only(
+            Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), (args, kwargs)
+        )
         named = {name: None if name == "generator" else value for name, value in shaped[1].items()}
         if any(argument.name == "device" for argument in func._schema.arguments):
             named["device"] = torch.device("meta")
@@ -395,10 +397,6 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
         else:
             found.append((type(value), value))
     return tuple(found)
-
-
-def _on_meta_device(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -103,25 +103,19 @@ def timeline(work: Work, layout: Layout, machine: Machine) -> tuple[list[StageTi
 def _ranks(costs: Costs, known: Blocks) -> list[StageTimes]:
     """Those of the pipeline, in order; ranks with as many layers are one."""
     work, layout = costs.work, costs.layout
-    blocks = _blocks(costs, known)
-    found: dict[object, StageTimes] = {}
-    ranks = []
-    for index in range(layout.pp):
-        key = kinds_of(work, layout, index), index == 0, index == layout.pp - 1
-        if key not in found:
-            found[key] = _rank(costs, blocks, index)
-        ranks.append(found[key])
-    return ranks
-
-
-def _blocks(costs: Costs, known: Blocks) -> dict[BlockKind, dict[str, Cost]]:
-    work, layout = costs.work, costs.layout
     sizes = layout.cp, layout.cp_method, layout.tp, layout.sp, layout.ep
     micro = work.micro_batches if work.products == "fp8" else work.micro_batches == 1
     key = (work.tokens(layout), work.recompute, micro, work.accumulate, *sizes)
     if key not in known:
         known[key] = {kind: costs.of_block(kind) for stage in kinds_of(work, Layout(), 0) for kind, _ in stage}
-    return known[key]
+    found: dict[object, StageTimes] = {}
+    ranks = []
+    for index in range(layout.pp):
+        alike = kinds_of(work, layout, index), index == 0, index == layout.pp - 1
+        if alike not in found:
+            found[alike] = _rank(costs, known[key], index)
+        ranks.append(found[alike])
+    return ranks
 
 
 def _rank(costs: Costs, blocks: dict[BlockKind, dict[str, Cost]], index: int) -> StageTimes:
