@@ -75,8 +75,15 @@ class Chats:
         """(tokens, 1 for each that the assistant writes and else 0) of a conversation, given as JSON."""
         messages, tools = conversation(text)
         said = list(strings([messages, tools]))
-        if self.special_tokens != "keep":
-            self._refuse_typed(said)
+        for words in said if self.special_tokens != "keep" else ():
+            if found := self.spelled.search(words):
+                raise DataError(
+                    "IG929", f"a message spells the special token {found[0]!r}",
+                    seen=repr(words[max(0, found.start() - 20) : found.end() + 20]),
+                    expected="messages in which only the template writes special tokens: nobody should end a turn, or "
+                    "speak as the system, by typing it", fix="change the message; or isograd data build "
+                    "--chat --special-tokens keep, and that folder as the source of the run",
+                )  # fmt: skip
         rendered, spans = self._rendered(self._with_content(messages, tools), tools)
         try:
             rendered.encode()
@@ -221,17 +228,6 @@ class Chats:
             seen = f"the template refuses it: {str(error) or type(error).__name__}"
             raise no_chat(seen, "refused by the template") from error
         return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]] if self.marks else []
-
-    def _refuse_typed(self, said: Sequence[str]) -> None:
-        for text in said:
-            if found := self.spelled.search(text):
-                raise DataError(
-                    "IG929", f"a message spells the special token {found[0]!r}",
-                    seen=repr(text[max(0, found.start() - 20) : found.end() + 20]),
-                    expected="messages in which only the template writes special tokens: nobody should end a turn, or "
-                    "speak as the system, by typing it", fix="change the message; or isograd data build "
-                    "--chat --special-tokens keep, and that folder as the source of the run",
-                )  # fmt: skip
 
     def _refuse_split(self, text: str, ids: Sequence[int], said: Sequence[str]) -> None:
         """Each special token that is spelled is one token, and so is all that looks like one, unless it is text."""

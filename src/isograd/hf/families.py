@@ -177,7 +177,7 @@ class HuggingFace:
             self._rules.setdefault(rule.ours, []).append(rule)
         one = Mesh.unbound("1")
         self.shapes = {r.name: r.contract.shape for r in contracts(Transformer(config, one, device="meta"), one)}
-        numbers = [int(found[1]) for name in self._places if (found := re.search(r"\.experts\.(\d{1,6})\.", name))]
+        numbers = [int(match[1]) for name in self._places if (match := re.search(r"\.experts\.(\d{1,6})\.", name))]
         held, wanted = max(numbers, default=-1) + 1, config.experts.number if config.experts else 0
         wrong = [f"{held} experts are stored, the config has {wanted}"] if held != wanted else []
         for rule in {rule.theirs: rule for rule in every}.values():

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
 from isograd.core import rng
@@ -91,7 +91,9 @@ def compare(config: Any, mesh: Mesh, adapter: Any = None, base_bits: int | None 
     built = partial(_built, tiny, adapter=smaller(adapter), base_bits=base_bits)
     with undisturbed():
         model = _tried("cannot be cut", lambda: built(mesh), mesh)
-        held = share_held(model, mesh)
+        table = contracts(model, mesh)
+        here = sum(math.prod(stop - start for start, stop in record.contract.local(mesh)) for record in table)
+        held = here / sum(math.prod(record.contract.shape) for record in table)  # 1 / tp where every parameter is cut
         truth = _tried("does not run on one device", lambda: _one_device(built, mesh, loss), mesh)
         found = _tried("does not run under the layout", lambda: _under_layout(model, mesh, loss), mesh, steps=True)
     floor = FLOOR * float(torch.stack([g.norm() for g in truth.values()]).norm())
@@ -101,13 +103,6 @@ def compare(config: Any, mesh: Mesh, adapter: Any = None, base_bits: int | None 
     worst = {name: _error(None, truth[name], floor) for name in absent}
     worst |= {name: max((e[name] for e in everywhere if name in e), key=_rank) for e in everywhere for name in e}
     return Proof(type(model).__name__, str(mesh.layout), worst, held, time.perf_counter() - began)
-
-
-def share_held(model: nn.Module, mesh: Mesh) -> float:
-    """1 / tp where every parameter is cut; 1 where none is."""
-    table = contracts(model, mesh)
-    here = sum(math.prod(stop - start for start, stop in record.contract.local(mesh)) for record in table)
-    return here / sum(math.prod(record.contract.shape) for record in table)
 
 
 def _rank(error: float) -> float:
