@@ -33,11 +33,11 @@ chromium:
 	  SUDO=$$(test "$$(id -u)" = 0 || echo sudo); \
 	  $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
 
-test-fast: $(STAMP)
-	$(RUN) -m pytest -m "not slow and not medium"
-
 # Two workers: each has worlds of its own; a file's tests stay together, with what they share. WORKERS=0: this process alone.
 WORKERS ?= 2
+test-fast: $(STAMP)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not medium"
+
 test: $(STAMP) chromium
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 

@@ -105,15 +105,15 @@ def _weights_of_another_input() -> Any:
 
 
 def _norm_of_own_stage() -> Any:
-    from isograd.engine import engine
+    from isograd.engine import norm
 
-    original = engine.norm.global_norm
+    original = norm.global_norm
 
     def own(norms: Any, world: Group, device: Any) -> float:
         data_and_tensor = MESH[0].group("dp cp tp")
         return original(norms, data_and_tensor, device)
 
-    return patch.object(engine.norm, "global_norm", own)
+    return patch.object(norm, "global_norm", own)
 
 
 def _tie_counted_on_every_stage() -> Any:
