@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 52_150,
+    "isograd, lines": 51_912,
     "isograd-verify, lines": 16_969,
-    "comm + engine, lines": 9_620,
+    "comm + engine, lines": 9_634,
     "arrows between packages": 133,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
