@@ -61,7 +61,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_912,
+    "isograd, lines": 51_922,
     "isograd-verify, lines": 16_969,
     "comm + engine, lines": 9_634,
     "arrows between packages": 133,

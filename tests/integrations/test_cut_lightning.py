@@ -316,20 +316,26 @@ def with_noise(layout: str) -> list[str]:
     drawn = torch.Generator().manual_seed(mesh.rank)
     noise = torch.randn(2, 11, 24, generator=drawn, dtype=torch.float64)
     rows = torch.utils.data.default_collate([Rows(2)[row] for row in range(2)])
-    for given in ({"inputs_embeds": noise}, rows | {"output_hidden_states": True}):
+    for given in (
+        {"inputs_embeds": torch.zeros_like(noise)},
+        {"inputs_embeds": noise},
+        rows | {"output_hidden_states": True},
+    ):
         try:
             whole(**given)
             said.append("nothing")
         except IsogradError as error:
             said.append(error.code)
-    return said
+    with pytest.raises(IsogradError) as bare:
+        CutModels(mesh).cut_each(model().model)
+    return [*said, bare.value.code]
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("layout, layers", [("cp2 ring", "nothing"), ("tp2", "nothing"), ("tp2 sp", "IG861")])
 def test_noise_that_differs_between_ranks_that_share_rows_is_refused(worlds, layout: str, layers: str) -> None:
     for said in worlds(2).run(with_noise, layout):
-        assert said == ["IG414", layers]
+        assert said == ["nothing", "IG414", layers, "IG856"]
 
 
 def refused() -> dict[str, Any]:

@@ -251,6 +251,17 @@ class Manual(Net):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+class OfSome(Manual):
+    def training_step(self, batch: Any, number: int) -> None:
+        self.manual_backward(self.loss(*batch), inputs=list(self.parameters())[:1])
+
+
+def test_a_manual_backward_to_some_parameters_is_refused(tmp_path: Path) -> None:
+    given = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 2}
+    with pytest.raises(Exception, match="IG866"):
+        fit("zero1", True, str(tmp_path), module=OfSome(True), **given)
+
+
 def test_manual_backwards_have_weights_of_their_own(tmp_path: Path) -> None:
     given = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 2}
     _, found = fit("zero1", True, str(tmp_path), module=Manual(True), **given)

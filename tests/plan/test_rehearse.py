@@ -76,9 +76,9 @@ def test_a_rank_of_zero3_keeps_rows_and_a_doubled_reduction_is_named(monkeypatch
         assert rank.peak.left["gradients"] == 0 < rank.peak.most["gradients"]
     launch = Reducer.launch
 
-    def twice(self: Reducer, bucket: Any, gradients: Any) -> None:
+    def twice(self: Reducer, bucket: Any, gradients: Any, sums: Any) -> None:
         for _ in range(2):
-            launch(self, bucket, list(gradients))
+            launch(self, bucket, list(gradients), sums)
 
     monkeypatch.setattr(Reducer, "launch", twice)
     assert "is sent 2 times over the data axes" in wrong("dp2 zero3")[0].what

@@ -158,11 +158,7 @@ def _begin(folder: Path, recipe: Recipe) -> bool:
         _same(folder, manifest.recipe, recipe)
         check_sizes(folder, manifest.files())
     elif any(RECORD.fullmatch(name) for name in names):
-        try:
-            begun = read_typed(Recipe, folder / RECIPE, LARGEST)
-        except FileError as error:
-            raise _taken(folder, f"{RECIPE} cannot be read", "remove the folder and build again") from error
-        _resume(folder, begun, recipe, names)
+        _resume(folder, _recipe(folder), recipe, names)
     elif foreign := [] if RECIPE in names else sorted(names):
         raise _taken(folder, f"other files: {', '.join(foreign[:5])}", "choose a new folder")
     else:  # nothing is done yet: an input may have been fixed after it was refused
@@ -196,6 +192,13 @@ def _resume(folder: Path, theirs: Recipe, ours: Recipe, names: set[str]) -> None
                 (folder / name).unlink()
             flush_folder(folder)
     write_whole(folder / RECIPE, encode(asdict(ours)))
+
+
+def _recipe(folder: Path) -> Recipe:
+    try:
+        return read_typed(Recipe, folder / RECIPE, LARGEST)
+    except FileError as error:
+        raise _taken(folder, f"{RECIPE} cannot be read", "remove the folder and build again") from error
 
 
 def _same(folder: Path, theirs: Recipe, ours: Recipe) -> None:

@@ -195,7 +195,7 @@ def scores_rows(model: Any) -> bool:
 
 def without_adapters(model: Any) -> Any:
     """The model of transformers in one of peft's."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def base_of(model: Any) -> Any:

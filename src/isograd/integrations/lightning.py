@@ -213,6 +213,13 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Tensor:
         """Lightning's hooks around the engine's backward. weight: of `self.manual_backward(loss, weight=...)`."""
+        if args or kwargs:
+            seen, fix = (
+                f"backward with {', '.join(kwargs) or 'positions'}",
+                "a forward for each loss, and toggle_optimizer",
+            )
+            expected, where = "self.manual_backward(loss, weight=count)", self.mesh.describe_rank()
+            raise IntegrationError("IG866", seen=seen, expected=expected, fix=fix, where=where, loop="Lightning")
         module, precision = self.lightning_module, self.precision_plugin
         closure_loss = precision.pre_backward(closure_loss, module)
         divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1

@@ -75,14 +75,11 @@ class WholeRows(RowParts):
         model: Any = getattr(forward, "__self__", None)
         cuts = mesh.size("cp") > 1 or mesh.layout.sp
         self._cuts = cuts and not scores_rows(model) and library_of_model(model, mesh)[1] == CAUSAL
-        self._compared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rows = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
-        embeds = rows.get(EMBEDS)
-        if embeds is not None and not self._compared:  # under cp it is done below
-            refuse_unlike(self._mesh, embeds, axis="tp")
-            self._compared = True
+        if (embeds := rows.get(EMBEDS)) is not None:  # each time: what a step draws may differ in any of them
+            refuse_unlike(self._mesh, embeds, axis="cp tp")
         if not self._cuts:
             return self.whole_rows(**rows)
         part = shard({name: rows.pop(name) for name in (*KEYS, EMBEDS) if name in rows}, self._mesh)
@@ -170,16 +167,18 @@ class CutModels:
         models = [part for part in trained if hasattr(part, "set_attn_implementation")]
         within = {part for model in models for part in model.modules() if part is not model}
         models = [model for model in models if model not in within]
+        cut = self.shares_rows or cuts_model(self.mesh)
+        bare = {f"a {type(one).__name__}, without a head": one.base_model is one for one in models if cut}
         refuse(
-            {f"{type(module).__name__} without one": not models and (self.shares_rows or cuts_model(self.mesh))},
-            "ranks that share their rows train models of transformers",
-            "a layout of dp and zero0 to zero3",
+            {f"{type(module).__name__} without one": not models and cut} | bare,
+            "ranks that share their rows train models of transformers with a head",
+            "AutoModelForCausalLM, whose output_hidden_states=True gives hidden states; or dp and zero0 to zero3",
             self.mesh,
         )
         for model in models:
             if isinstance(model.forward, RowParts):
                 model.forward = model.forward.whole_rows
-            if self.shares_rows or cuts_model(self.mesh):
+            if cut:
                 self._cut(model, WholeRows)
         return models
 

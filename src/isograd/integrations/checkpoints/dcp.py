@@ -12,7 +12,7 @@ import math
 import os
 import struct
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,11 +82,11 @@ class DcpFolder:
 
     def __init__(self, place: str | Path) -> None:
         self.place = Path(place)
-        with refused(
-            "IG948", f"{self.place / DESCRIPTION} describes no checkpoint of torch.distributed.checkpoint",
+        with refused(lambda seen: CheckpointError(
+            "IG948", f"{self.place / DESCRIPTION} describes no checkpoint of torch.distributed.checkpoint", seen=seen,
             expected="the description that torch.distributed.checkpoint.save writes; nothing in it is executed",
             fix="the folder with the files *.distcp and .metadata; copy it again if it should be one",
-        ):  # fmt: skip
+        )):  # fmt: skip
             self.tensors = _tensors(value_in(read_bytes(self.place / DESCRIPTION, LARGEST), KNOWN))
         self.shapes = {name: held.shape for name, held in self.tensors.items()}
 
@@ -115,21 +115,20 @@ class DcpFolder:
 
 
 @contextmanager
-def refused(code: str, what: str, expected: str, fix: str, file: str = "") -> Iterator[None]:
-    """What is wrong with files that are read in here, as one error. file: named before what was seen."""
+def refused(error_of: Callable[[str], CheckpointError], file: str = "") -> Iterator[None]:
+    """What is wrong with files that are read in here, as one error of what was `seen`. file: named before that."""
     try:
         yield
     except UNREADABLE as error:
-        seen = file + (error.brief if isinstance(error, FileError) else str(error))[:500]
-        raise CheckpointError(code, what, seen=seen, expected=expected, fix=fix) from error
+        raise error_of(file + (error.brief if isinstance(error, FileError) else str(error))[:500]) from error
 
 
 def _checked(name: str, held: DcpTensor, piece: DcpChunk) -> AbstractContextManager[None]:
-    return refused(
-        "IG949", f"a piece of {name!r} cannot be read", file=f"{piece.file}: ",
+    return refused(lambda seen: CheckpointError(
+        "IG949", f"a piece of {name!r} cannot be read", seen=seen,
         expected=f"{held.dtype} {list(piece.sizes)} in {piece.length} bytes from byte {piece.at} on",
         fix="the file is damaged, missing or compressed: copy it again, or save without compression",
-    )  # fmt: skip
+    ), f"{piece.file}: ")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isograd.errors import CheckpointError
 from isograd.integrations.checkpoints.dcp import MOST_ELEMENTS, _dict, _Flat, _numbers, _rebuilt, _Saved, _text, refused
 from isograd.integrations.checkpoints.opcodes import PickledObject, RefusedOpcode, brief
 from isograd.io.untrusted import read_text
@@ -44,11 +45,11 @@ class ZeroFolder:
         self.place = step_of(Path(place))
         self.step = 0  # of the optimizer
         self.options: dict[str, Any] = {}  # of its first group: lr, betas, eps, weight_decay
-        with refused(
-            "IG948", f"{self.place} holds no checkpoint of DeepSpeed's ZeRO that can be read",
+        with refused(lambda seen: CheckpointError(
+            "IG948", f"{self.place} holds no checkpoint of DeepSpeed's ZeRO that can be read", seen=seen,
             expected="zero_pp_rank_*_mp_rank_00_optim_states.pt of all ranks, and the model's states beside them; "
             "nothing in them is executed", fix="copy the folder again; of tp or pp, let DeepSpeed convert it",
-        ):  # fmt: skip
+        )):  # fmt: skip
             self.tensors = dict(self._found(what))
         self.shapes = {name: held.shape for name, held in self.tensors.items()}
 

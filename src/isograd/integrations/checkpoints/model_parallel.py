@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isograd.errors import CheckpointError
 from isograd.integrations.checkpoints.dcp import (
     MOST_ELEMENTS,
     UNREADABLE,
@@ -65,11 +66,11 @@ class RankFolder:
     def __init__(self, place: str | Path, config: TransformerConfig) -> None:
         self.place, self._config = step_of(Path(place)), config
         self.kind = trainer_of(self.place) or "Megatron-LM"
-        with refused(
-            "IG948", f"{self.place} holds no checkpoint of {self.kind} that can be read",
+        with refused(lambda seen: CheckpointError(
+            "IG948", f"{self.place} holds no checkpoint of {self.kind} that can be read", seen=seen,
             expected="the files of all model-parallel ranks of the model that the config describes; nothing in "
             "them is executed", fix=f"copy all of them again; then: isograd ckpt import {place} OUT --config DIR",
-        ):  # fmt: skip
+        )):  # fmt: skip
             ranks = [_numbered(stages) for stages in (_megatron if self.kind == "Megatron-LM" else _neox)(self.place)]
             names = dict.fromkeys(chain.from_iterable(ranks))
             self._shards = {name: [rank[name] for rank in ranks if name in rank] for name in names}
