@@ -259,10 +259,11 @@ def test_two_builds_in_one_folder_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_full_disk_is_an_error_and_with_room_the_same_command_goes_on(tmp_path: Path, workers: str) -> None:
-    """RLIMIT_FSIZE stands for the disk: no file may grow beyond 8 KiB."""
+    """RLIMIT_FSIZE stands for the disk: no file may grow beyond 8 KiB, and -B writes no half of a module's bytecode."""
     source = lines_file(tmp_path / "source.txt", 900)
     options = ["--documents", "line", "--shard-bytes", "9000", "--workers", workers]
-    command = [sys.executable, "-m", "isograd.cli.main", "data", "build", str(tmp_path / "out"), str(source), *options]
+    module = [sys.executable, "-B", "-m", "isograd.cli.main"]
+    command = [*module, "data", "build", str(tmp_path / "out"), str(source), *options]
     full = subprocess.run(
         ["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *command], capture_output=True, text=True, check=False
     )
