@@ -61,9 +61,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_922,
+    "isograd, lines": 51_931,
     "isograd-verify, lines": 16_969,
-    "comm + engine, lines": 9_634,
+    "comm + engine, lines": 9_643,
     "arrows between packages": 133,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

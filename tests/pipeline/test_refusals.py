@@ -88,6 +88,12 @@ def foreign_model() -> None:
     Engine(nn.Linear(5, 3), Mesh("pp2"), lambda ps: torch.optim.SGD(ps, lr=0.1))
 
 
+def foreign_model_on_rank_1() -> None:
+    mesh = Mesh("pp2")
+    model = Stages(toys.plain(), mesh, loss=toys.loss_of).double() if mesh.rank == 0 else nn.Linear(5, 3)
+    Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+
+
 def reproducible_pipeline() -> None:
     engine_of("pp2", reproducible=True)
 
@@ -220,6 +226,7 @@ REFUSED = {
     another_count_than_the_list: "IG518",
     tensors_of_different_rows: "IG518",
     foreign_model: "IG519",
+    foreign_model_on_rank_1: "IG519",
     reproducible_pipeline: "IG520",
     plain_backward: "IG521",
     nothing_to_train: "IG523",

@@ -125,12 +125,17 @@ def check_together(check: Callable[[], T], mesh: Mesh) -> T:
     )
 
 
+def refuse_without_stages(model: nn.Module, mesh: Mesh) -> None:
+    """A model that is not cut into the stages of the layout."""
+    if mesh.size("pp") > 1 and not isinstance(getattr(model, "chunks", None), dict):
+        raise EngineError("IG519", seen=type(model).__name__, where=mesh.describe_rank(), layout=str(mesh.layout))
+
+
 def pipeline_of(model: nn.Module, mesh: Mesh) -> Pipeline | None:
-    """The stages of this rank, for a layout with a pipeline."""
+    """The stages of this rank, for a layout with a pipeline. Neighbours make their groups here, together."""
+    refuse_without_stages(model, mesh)
     if mesh.size("pp") == 1:
         return None
-    if not isinstance(getattr(model, "chunks", None), dict):
-        raise EngineError("IG519", seen=type(model).__name__, where=mesh.describe_rank(), layout=str(mesh.layout))
     refuse: Callable[[Any], None] = getattr(model, "refuse_micro", None) or (lambda micro: None)
     return Pipeline(model, model.chunks, mesh, refuse)  # type: ignore[arg-type]
 
@@ -158,7 +163,7 @@ def check_options(
 ) -> None:
     """What one rank can say of its own model and options."""
     refuse_wrapped(model, mesh)
-    pipeline_of(model, mesh)
+    refuse_without_stages(model, mesh)
     if mesh.size("pp") > 1 and reproducible:
         raise EngineError("IG520", seen=f"reproducible=True under {str(mesh.layout)!r}", where=mesh.describe_rank())
     asked = {"overlap=False": not overlap, "reproducible=True": reproducible, "a pipeline": mesh.size("pp") > 1}
