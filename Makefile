@@ -1,6 +1,6 @@
 # make demo: set up, train a small model with 4 local ranks, prove its layout.
-# make test-fast: the tests for an edit, 90 seconds. make test: before a push and in CI, at most
-# 15 minutes on two cores. make full: every test, in pieces; those that have not run for longest come first.
+# make test-fast: the tests for an edit, 90 seconds. make test: before a push and in CI; 15
+# minutes on two cores are the aim. make full: every test, in pieces; those that have not run for longest come first.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python

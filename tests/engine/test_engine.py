@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from isograd.comm import raw, world
 from isograd.core.contract import assemble
 from isograd.core.mesh import DATA, Mesh
-from isograd.engine import Engine
+from isograd.engine import Engine, WeightAverage
+from isograd.engine.ema import average_of
 from isograd.errors import EngineError
 from isograd.models import Transformer, TransformerConfig, preset
 from tests.native import native_transports
@@ -327,6 +328,22 @@ def unsynced_context_is_restored_after_an_error() -> bool:
 
 def test_no_sync_ends_with_its_block_even_when_it_raises(worlds) -> None:
     assert worlds(1).run(unsynced_context_is_restored_after_an_error) == [True]
+
+
+def averaged_twice() -> tuple[bool, bool, bool]:
+    """Whether the second average is the one that is kept, whether it has followed a step, and the first has not."""
+    mesh, model = Mesh("dp2 zero1"), toys.Toy()
+    engine = Engine(model, mesh, toys.sgd)
+    first, second = WeightAverage(engine, 0.5), WeightAverage(engine, 0.5)
+    before = {name: rows.clone() for name, rows in first.rows.items()}
+    engine.backward(toys.loss_of(model, *toys.micro_batch(0, 2 + 3 * mesh.rank)), weight=2 + 3 * mesh.rank)
+    engine.step()
+    moved = [any(not torch.equal(rows, before[n]) for n, rows in each.rows.items()) for each in (first, second)]
+    return average_of(engine) is second, moved[1], not moved[0]
+
+
+def test_of_two_averages_of_weights_the_newest_is_kept(worlds) -> None:
+    assert worlds(2).run(averaged_twice) == [(True, True, True)] * 2
 
 
 def two_engines_and_a_tensor_weight() -> list[dict[str, Tensor]]:

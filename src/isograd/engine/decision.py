@@ -93,8 +93,9 @@ class Decision:
                         raise
 
                 return Taken(read, raised, late=True)
-            refused, grad_norm = numbers()[:2].tolist()
-            by_card, rows = not refused, numbers()[2:].view(rows.shape)
+            here = numbers()
+            refused, grad_norm = here[:2].tolist()
+            by_card, rows = not refused, here[2:].view(rows.shape)
         totals = self.totals(table, rows, whole=True)
         if not by_card:
             grad_norm = totals.norm * totals.scale

@@ -34,6 +34,9 @@ class WeightAverage:
         self.rows = {n: torch.empty_like(m, dtype=wide[n]) for n, m in self._optimizer.masters.items()}
         self._update = get_ema_multi_avg_fn(decay)
         self.restart()
+        hooks = engine.optimizer._optimizer_step_post_hooks
+        for number in [number for number, hook in hooks.items() if isinstance(hook, WeightAverage)]:
+            del hooks[number]  # an earlier one: the newest is kept
         engine.optimizer.register_step_post_hook(self)
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """One parameter of ZeRO 3: this rank's rows always, the full parameter while a block computes with it.
 
-A parameter that is not full keeps its shape and reads as NaN. ParamMemory that autograd has saved is freed, too: the
+A parameter that is not full keeps its shape and reads as NaN. Memory that autograd has saved is freed, too: the
 storage is emptied, and its version moves on, so that a backward that reads the parameter at the wrong time raises
 ("modified by an inplace operation") instead of reading memory that is gone.
 """
@@ -106,7 +106,7 @@ def shard(slots: Sequence[Slot], first: FirstValues, mesh: Mesh, home: torch.dev
         elif rows is None:
             rows = slot.rows(parameter.data).clone()
         assert rows is not None, "FirstValues refuses parameters on the meta device without values"
-        # ParamMemory of its own: the parameter's may belong to others, too, such as another parameter or a buffer.
+        # Memory of its own: the parameter's may belong to others, too, such as another parameter or a buffer.
         full = torch.empty_like(absent, memory_format=torch.contiguous_format)
         memory = ParamMemory(on_host(rows) if home.type == "cpu" else rows, full)
         found[id(parameter)] = param = ShardedParam(slot, memory, absent)
