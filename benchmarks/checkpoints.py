@@ -37,7 +37,7 @@ from benchmarks.data_peers import FSDP2
 from benchmarks.ours import IsogradData
 from benchmarks.task import Sizes, batch
 from isograd.checkpoint import manifest
-from isograd.comm.launch import World
+from isograd.launcher.launch import World
 
 SMALL, LARGE = Sizes(), Sizes(hidden=768, layers=10, heads=12, mlp=2048)
 MOMENTS = ("pause", "whole", "load")

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import isograd as ig
 from benchmarks import quiet, report
 from benchmarks.sequence_memory import peak_of
-from isograd.comm.launch import World
+from isograd.launcher.launch import World
 
 CHART = Path(__file__).parents[1] / "docs" / "contrastive-memory.svg"
 KEPT = CHART.with_name("contrastive-keep.svg")

@@ -25,9 +25,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isograd.comm.launch import World
 from isograd.integrations.contrastive.open_clip import ClipLoss
 from isograd.integrations.contrastive.sentence_transformers import CachedInfoNCE
+from isograd.launcher.launch import World
 
 RANKS, ROWS, FEATURES, SIZE, CHUNK = 2, 4, 5, 6, 2
 

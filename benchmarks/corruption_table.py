@@ -22,13 +22,13 @@ from torch import Tensor
 import isograd as ig
 from isograd.comm import world as here
 from isograd.comm.group import Group
-from isograd.comm.launch import World
 from isograd.comm.transport import Transport
 from isograd.engine import MemoryChecksum, ReplayCheck
 from isograd.engine.batches import micro_batches
 from isograd.engine.sdc import memory
 from isograd.engine.zero3.gather_check import NOTE
 from isograd.errors import IsogradError
+from isograd.launcher.launch import World
 from isograd.models import Transformer, TransformerConfig
 from isograd.nn import ExpertOptions
 from isograd.train.run.peers import equal_copies

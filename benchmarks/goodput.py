@@ -76,7 +76,7 @@ def _step(folder: Path) -> int:
 
 
 def _pid(launcher: int, rank: int) -> int | None:
-    """Ranks have names (comm/worker.py)."""
+    """Ranks have names (launcher/worker.py)."""
     for process in psutil.Process(launcher).children(recursive=True):
         if process.is_running() and process.name() == f"isograd r{rank}":
             return int(process.pid)

@@ -31,7 +31,7 @@ from benchmarks.hugging import called
 from benchmarks.model import Decoder
 from benchmarks.ours import IsogradModel
 from benchmarks.task import Batch, Sizes, batch
-from isograd.comm.launch import World, start_method
+from isograd.launcher.launch import World, start_method
 
 BACKEND = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
 

@@ -26,7 +26,7 @@ from benchmarks.pipeline_ours import IsogradPipeline
 from benchmarks.seat import where
 from benchmarks.sequence_memory import peak_of
 from benchmarks.task import Sizes, batch
-from isograd.comm.launch import World
+from isograd.launcher.launch import World
 from isograd.pipeline import build
 
 SIZES = Sizes(vocab=512, hidden=256, layers=8, heads=4, mlp=688, seq=512)

@@ -27,7 +27,7 @@ from benchmarks.pipeline_ours import PIPELINE
 from benchmarks.pipeline_peers import PEERS
 from benchmarks.race import schedule_of
 from benchmarks.task import Sizes, batch
-from isograd.comm.launch import World
+from isograd.launcher.launch import World
 from isograd.pipeline.schedule import Schedule, Timed
 
 LONGEST = 4

@@ -22,8 +22,8 @@ import torch
 
 import isograd as ig
 from benchmarks import quiet, tables
-from isograd.comm.launch import World
 from isograd.io import yaml_reader
+from isograd.launcher.launch import World
 from isograd.plan import machine as machines
 from isograd.plan.machine import Machine
 from isograd.plan.measure import measure

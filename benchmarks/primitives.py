@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isograd.comm import raw
-from isograd.comm.launch import World
 from isograd.comm.world import new_group
+from isograd.launcher.launch import World
 
 own_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

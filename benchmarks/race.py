@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks import quiet, seat
 from benchmarks.contestant import ONE, Entry
 from benchmarks.task import Sizes
-from isograd.comm.launch import World, start_method
+from isograd.launcher.launch import World, start_method
 from isograd.pipeline.schedule import Schedule, Timed, idle_share
 
 TIMEOUT = 600.0

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import tables
-from isograd.comm.launch import World
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
+from isograd.launcher.launch import World
 from isograd.models import Transformer, TransformerConfig
 from isograd.plan.rehearse import rehearse, without_memory
 

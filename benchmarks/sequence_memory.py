@@ -28,8 +28,8 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.ours import IsogradModel
 from benchmarks.task import Sizes, batch
-from isograd.comm.launch import World
 from isograd.core.layout import Layout
+from isograd.launcher.launch import World
 
 SIZES = Sizes(vocab=4096, hidden=256, layers=4, heads=4, mlp=688, batch=1)
 SHORT = 64

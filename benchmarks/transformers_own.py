@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.transformers_sweep import OPEN
-from isograd.comm.launch import World
+from isograd.launcher.launch import World
 
 COLUMN = "transformers' own tp2"
 SUBSET = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "cohere2", "granite", "smollm3",

@@ -21,10 +21,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from isograd.comm.launch import World
 from isograd.errors import IsogradError
 from isograd.hf.losses import library_of
 from isograd.hf.sub_configs import is_text, parts_of
+from isograd.launcher.launch import World
 
 LAYOUTS = ("tp2", "tp2 zero1", "tp2 sp", "dp2 zero3", "pp2 1f1b", "dp2 ep2", "cp2 ulysses")
 OWN = "transformers' own tp2"  # benchmarks/transformers_own.py

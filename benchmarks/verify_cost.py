@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isograd.comm.launch import World
+from isograd.launcher.launch import World
 from isograd_verify.record.sketch import SMALL
 from isograd_verify.watch.capture import Capture
 

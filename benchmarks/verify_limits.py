@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from isograd.comm.launch import World
+from isograd.launcher.launch import World
 from isograd_verify import tolerances
 from isograd_verify.corpus.plain import Mlp, cross_entropy, micro_batches, valid
 from isograd_verify.judge.analysis import Analysis

@@ -35,10 +35,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from isograd.comm.launch import World
 from isograd.core import rng
 from isograd.core.contract_table import contracts
 from isograd.core.mesh import Mesh
+from isograd.launcher.launch import World
 from isograd.models import Transformer, TransformerConfig
 from isograd.prove import builtin_cases, prove
 from isograd.prove.case import Case

@@ -26,7 +26,7 @@ from benchmarks.contestant import Entry
 from benchmarks.seat import where
 from benchmarks.sequence_memory import resident
 from benchmarks.task import Sizes, batch
-from isograd.comm.launch import World
+from isograd.launcher.launch import World
 
 SIZES = Sizes(seq=64)
 RANKS = (1, 2, 4, 8)

@@ -27,6 +27,7 @@ ARROWS = {
     "io": {"errors"},
     "core": {"comm"},
     "comm": {"core"},
+    "launcher": {"comm"},
     "sequence": {"comm", "core"},
     "nn": {"sequence", "comm", "core"},
     "pipeline": {"nn", "comm", "core"},
@@ -37,12 +38,12 @@ ARROWS = {
     "hf": {"checkpoint", "data", "engine", "models", "nn", "sequence", "pipeline", "comm", "core"},
     "data": set(),
     "checkpoint": {"engine", "comm", "core", "data"},
-    "elastic": {"checkpoint", "engine", "comm", "core"},
+    "elastic": {"launcher", "checkpoint", "engine", "comm", "core"},
     "generate": {"hf", "checkpoint", "data", "comm", "core"},
-    "plan": {"engine", "models", "nn", "sequence", "pipeline", "comm", "core"},
-    "train": {"generate", "elastic", "checkpoint", "hf", "models", "losses", "losses.contrastive", "data", "engine",
-              "plan", "nn", "sequence", "pipeline", "comm", "core"},
-    "prove": {"engine", "models", "train", "nn", "pipeline", "comm", "core"},
+    "plan": {"launcher", "engine", "models", "nn", "sequence", "pipeline", "comm", "core"},
+    "train": {"launcher", "generate", "elastic", "checkpoint", "hf", "models", "losses", "losses.contrastive", "data",
+              "engine", "plan", "nn", "sequence", "pipeline", "comm", "core"},
+    "prove": {"launcher", "engine", "models", "train", "nn", "pipeline", "comm", "core"},
     "integrations": {"train", "hf", "models", "losses", "losses.contrastive", "checkpoint", "engine", "sequence",
                      "pipeline", "comm", "core"},
 }  # fmt: skip
@@ -61,14 +62,14 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_931,
+    "isograd, lines": 51_933,
     "isograd-verify, lines": 16_969,
-    "comm + engine, lines": 9_643,
-    "arrows between packages": 133,
+    "comm + launcher + engine, lines": 9_644,
+    "arrows between packages": 140,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,
-    "reassigned fields of engine, comm, losses": 30,
+    "reassigned fields of engine, comm, launcher, losses": 30,
     "public class names defined twice": 0,
     "identifiers that are no names": 0,
 }
@@ -287,7 +288,7 @@ class House:
                 self._classes[node.name].append(name)
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name.lower().strip("_") in NO_NAMES:
                 self.no_names.append(f"{name}: {node.name}")
-        if here in ("engine", "comm", "losses", "losses.contrastive"):
+        if here in ("engine", "comm", "launcher", "losses", "losses.contrastive"):
             self.mutable += sorted(f"{name}: {field}" for field in reassigned(tree))
 
     def _imports(self, name: str, here: str, found: set[str]) -> None:
@@ -311,12 +312,12 @@ class House:
         return {
             "isograd, lines": (self.lines.total() - verifier, []),
             "isograd-verify, lines": (verifier, []),
-            "comm + engine, lines": (self.lines["comm"] + self.lines["engine"] + self.lines["launch"], []),
+            "comm + launcher + engine, lines": (self.lines["comm"] + self.lines["engine"] + self.lines["launcher"], []),
             "arrows between packages": (len(arrows), []),
             "arrows in isograd-verify": (len(own), []),
             "imports against the order": (len(self.against), self.against),
             "files in circles": (sum(map(len, turning)), [" <-> ".join(group) for group in turning]),
-            "reassigned fields of engine, comm, losses": (len(self.mutable), self.mutable),
+            "reassigned fields of engine, comm, launcher, losses": (len(self.mutable), self.mutable),
             "public class names defined twice": (len(doubled), doubled),
             "identifiers that are no names": (len(self.no_names), self.no_names),
         }

@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from isograd.comm import threads as threads_of_ranks
-from isograd.comm.launch import World
+from isograd.launcher.launch import World
 
 from . import sizes
 from .cpu_times import CpuTimes
@@ -88,7 +88,7 @@ class Threads:
 
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], World]]:
-    multiprocessing.set_forkserver_preload(["isograd.comm.worker", "tests.preloaded"])
+    multiprocessing.set_forkserver_preload(["isograd.launcher.worker", "tests.preloaded"])
     forkserver.ensure_running()
     started: dict[int, World] = {}
     own = tmp_path_factory.getbasetemp()  # of a worker: in the folder that both have

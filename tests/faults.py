@@ -392,7 +392,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     multiprocessing.set_forkserver_preload(
-        ["isograd.comm.worker", "tests.preloaded", "tests.planted", "matplotlib.figure"]
+        ["isograd.launcher.worker", "tests.preloaded", "tests.planted", "matplotlib.figure"]
     )
     forkserver.ensure_running()
     expected: dict[str, list[float]] = {}

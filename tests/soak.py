@@ -97,7 +97,7 @@ def main(given: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     multiprocessing.set_forkserver_preload(
-        ["isograd.comm.worker", "tests.preloaded", "tests.planted", "matplotlib.figure"]
+        ["isograd.launcher.worker", "tests.preloaded", "tests.planted", "matplotlib.figure"]
     )
     forkserver.ensure_running()
     text, marks = options.work / "text" / "tokens", options.work / "marks"

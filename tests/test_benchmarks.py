@@ -31,7 +31,7 @@ from benchmarks.pipeline_ours import PIPELINE
 from benchmarks.race import Result, guests_of
 from benchmarks.report import chosen_of
 from benchmarks.task import Sizes
-from isograd.comm.launch import World
+from isograd.launcher.launch import World
 
 ENTRIES = [ONE, DDP_ENTRY, *DATA]
 

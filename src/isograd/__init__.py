@@ -18,7 +18,7 @@ _HOMES = {
     "core.contract_table": "contracts",
     "engine": "ChainedOptimizer DataParallel Engine LossScale Muon Stats empty_parameters",
     "core.loss_terms": "Terms",
-    "comm.launch": "launch World",
+    "launcher.launch": "launch World",
     "errors": "IsogradError",
     "prove": "verify",
 }
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from isograd import pipeline as pipeline
     from isograd import prove as prove
     from isograd import sequence as sequence
-    from isograd.comm.launch import World as World
-    from isograd.comm.launch import launch as launch
     from isograd.core import rng as rng
     from isograd.core.contract import Contract as Contract
     from isograd.core.contract import Shard as Shard
@@ -63,6 +61,8 @@ if TYPE_CHECKING:
     from isograd.engine import Stats as Stats
     from isograd.engine import empty_parameters as empty_parameters
     from isograd.errors import IsogradError as IsogradError
+    from isograd.launcher.launch import World as World
+    from isograd.launcher.launch import launch as launch
     from isograd.losses import contrastive as contrastive
     from isograd.prove import verify as verify
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from isograd.checkpoint import CheckpointManager
 from isograd.checkpoint.read import Reader
-from isograd.comm.launch import World
 from isograd.core.mesh import Mesh
 from isograd.engine import ChainedOptimizer, Engine, LossScale
+from isograd.launcher.launch import World
 from isograd.losses.contrastive import GradientCache, InfoNCE
 from tests.checkpoint import toys
 from tests.engine.toys import Toy, loss_of, micro_batch

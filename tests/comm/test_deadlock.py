@@ -13,8 +13,8 @@ import torch
 
 import isograd as ig
 from isograd.comm import deadlock, raw, threads
-from isograd.comm.launch import launch
 from isograd.core.mesh import Mesh
+from isograd.launcher.launch import launch
 
 HERE = "test_deadlock.py"
 

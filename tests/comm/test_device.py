@@ -20,10 +20,10 @@ from torch.distributed import distributed_c10d
 from isograd.comm import device, raw
 from isograd.comm import world as comm_world
 from isograd.comm.device import Proposal, problem
-from isograd.comm.launch import launch
 from isograd.comm.world import new_group
 from isograd.core.mesh import Mesh
 from isograd.errors import CommError
+from isograd.launcher.launch import launch
 from isograd.train.resources import this_machine
 
 MOST_S = 30  # a world that is refused later hangs

@@ -16,9 +16,9 @@ import torch
 import isograd as ig
 from isograd.comm import raw, threads
 from isograd.comm import world as comm_world
-from isograd.comm.launch import launch
 from isograd.comm.world import clone_store, store_check, store_set
 from isograd.core.mesh import Mesh
+from isograd.launcher.launch import launch
 
 
 class Alarm(Exception):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from isograd.comm.launch import World
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.data import Mixture, Source, Tokens, build
 from isograd.errors import DataError
+from isograd.launcher.launch import World
 from tests.data.toys import toy, whole
 
 LENGTH, BATCH = 16, 6

@@ -264,7 +264,7 @@ def test_the_only_rank_may_die_as_often_as_it_makes_progress_and_what_is_told_of
 
 SERVED = """
 import os, signal, time
-from isograd.comm.launch import launch
+from isograd.launcher.launch import launch
 from isograd.errors import LaunchError
 from isograd.elastic import WorkerPool
 

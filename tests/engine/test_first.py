@@ -126,7 +126,7 @@ def grown(folder: str | None) -> tuple[int, int, int]:
 PROGRAM = """
 import json, sys
 sys.path.insert(0, {root!r})
-from isograd.comm.launch import launch
+from isograd.launcher.launch import launch
 from tests.engine.test_first import grown
 if __name__ == "__main__":
     print(json.dumps(launch(grown, 4, {folder!r}, timeout=250)))

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import isograd as ig
 from isograd.comm import raw, threads
-from isograd.comm.launch import launch
 from isograd.comm.world import abort_group_on_interrupt
 from isograd.core.mesh import Mesh
 from isograd.engine import norm, reducer, step_status, zero
 from isograd.engine.zero3.gather_check import GatherOrderCheck
+from isograd.launcher.launch import launch
 from isograd.nn import ExpertOptions
 from tests.comm.test_interrupted import Alarm
 

@@ -33,10 +33,10 @@ import isograd as ig
 from isograd.checkpoint import CheckpointManager
 from isograd.comm import threads
 from isograd.comm import world as comm_world
-from isograd.comm.launch import World
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.engine.gathered import State
+from isograd.launcher.launch import World
 from isograd.nn import ExpertOptions
 
 SOURCE = str(Path(ig.__file__).parent) + "/"

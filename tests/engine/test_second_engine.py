@@ -14,9 +14,9 @@ from torch import nn
 import isograd as ig
 from isograd.checkpoint import CheckpointManager
 from isograd.comm import raw, threads, world
-from isograd.comm.launch import launch
 from isograd.core.mesh import Mesh
 from isograd.engine.data_parallel import DataParallel
+from isograd.launcher.launch import launch
 
 
 class HalfWay(torch.optim.SGD):

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isograd.comm.launch import World
 from isograd.core.contract import Shard, assemble, declare
 from isograd.core.mesh import DATA, Mesh
 from isograd.engine import Engine, LossScale, naive
 from isograd.errors import EngineError
+from isograd.launcher.launch import World
 
 from .step_terms import step_of_terms
 

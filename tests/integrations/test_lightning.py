@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import isograd as ig
 from isograd.comm import world
 from isograd.comm.device import device
-from isograd.comm.launch import World
+from isograd.launcher.launch import World
 
 from .worlds import as_lightning_finds_it
 

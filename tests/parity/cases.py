@@ -14,13 +14,13 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from isograd.comm.launch import World
 from isograd.core import rng
 from isograd.core.contract import assemble
 from isograd.core.contract_table import contracts
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
+from isograd.launcher.launch import World
 from isograd.models import Transformer, TransformerConfig
 
 TOLERANCE = 1e-9  # of each tensor's and each block's norm; fp64 noise here is 1e-15

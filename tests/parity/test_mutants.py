@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from isograd.comm.launch import World
 from isograd.errors import IsogradError, LaunchError
+from isograd.launcher.launch import World
 from tests.sizes import few
 
 from . import mutants, sparse

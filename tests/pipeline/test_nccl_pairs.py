@@ -27,10 +27,10 @@ from torch.distributed import distributed_c10d
 from isograd.comm import raw
 from isograd.comm import world as comm_world
 from isograd.comm import world as place
-from isograd.comm.launch import World
 from isograd.comm.transport import Nccl
 from isograd.core.mesh import Mesh
 from isograd.errors import CommError
+from isograd.launcher.launch import World
 
 from . import toys
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 
 import isograd as ig
-from isograd.comm.launch import World
 from isograd.core.contract import declare
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.errors import LaunchError, LayoutError, VerifyError
+from isograd.launcher.launch import World
 from isograd.models import TransformerConfig
 from isograd.prove import prove, slopes
 from isograd.prove.builtin_cases import language_model

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from isograd.cli.main import main as isograd
-from isograd.comm.launch import World
+from isograd.launcher.launch import World
 from isograd.nn import ExpertOptions, routing
 from isograd_verify.command import command
 from isograd_verify.compare.compare import compare

@@ -21,9 +21,9 @@ from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 
-from isograd.comm.launch import World
 from isograd.data import build
 from isograd.errors import LaunchError
+from isograd.launcher.launch import World
 from isograd.train import loop
 from isograd.train.config import Config
 from isograd.train.language import LanguageTask
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    multiprocessing.set_forkserver_preload(["isograd.comm.worker", "tests.preloaded"])
+    multiprocessing.set_forkserver_preload(["isograd.launcher.worker", "tests.preloaded"])
     forkserver.ensure_running()
     killed = dict.fromkeys(options.layouts, 0)
     different: list[str] = []

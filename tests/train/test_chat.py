@@ -156,7 +156,7 @@ def test_all_ranks_refuse_a_conversation_that_one_process_reads(worlds, tmp_path
 
 
 def test_the_command_refuses_before_any_rank_starts(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("isograd.comm.launch.World.__enter__", lambda self: pytest.fail("a rank was started"))
+    monkeypatch.setattr("isograd.launcher.launch.World.__enter__", lambda self: pytest.fail("a rank was started"))
     (tmp_path / "chats.jsonl").write_text('{"text": "no conversation"}\n')
     builtin_chats.tokenizer(tmp_path / "tokenizer")
     values = config_of(

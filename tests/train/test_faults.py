@@ -28,9 +28,9 @@ import yaml
 from isograd.checkpoint import CheckpointManager, files, folder, write
 from isograd.checkpoint.compare import damages
 from isograd.checkpoint.read import Reader
-from isograd.comm.launch import World
 from isograd.engine.plan import Slot
 from isograd.errors import CheckpointError, LaunchError, TrainError
+from isograd.launcher.launch import World
 from isograd.train import journal, loop
 from isograd.train.language import LanguageTask
 from isograd.train.run import peers

@@ -76,7 +76,7 @@ def test_an_earlier_run_a_lost_checkpoint_and_a_damaged_one_are_refused_before_r
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FAILURES B12: IG935, 936 and 985 ended with exit code 1 behind worker frames."""
-    monkeypatch.setattr("isograd.comm.launch.World", None)  # nothing may be started
+    monkeypatch.setattr("isograd.launcher.launch.World", None)  # nothing may be started
     damaged = tmp_path / "run" / "checkpoints" / "step-00000001"
     damaged.mkdir(parents=True)
     for words, code in ((["never"], "IG985"), ([str(tmp_path / "no")], "IG935"), ([str(damaged)], "IG936")):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isograd.cli.main import main
-from isograd.comm.launch import World
+from isograd.launcher.launch import World
 from isograd.train import run_folder
 from isograd.train.resources import LocalMachine
 

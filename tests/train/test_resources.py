@@ -13,10 +13,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from isograd.cli.main import main
-from isograd.comm.launch import World
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
+from isograd.launcher.launch import World
 from isograd.models import Transformer
 from isograd.plan.memory import LOAD, Memory, activations, held_layers
 from isograd.train import language

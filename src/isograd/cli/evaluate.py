@@ -37,10 +37,10 @@ def evaluate(words: list[str]) -> int:
     options = parser.parse_args(words)
     if not options.files and not options.tasks:
         parser.error("give --files FILE ..., or --tasks NAMES")
-    from isograd.comm.launch import launch
     from isograd.generate.harness import need
     from isograd.generate.scoring import texts_of
     from isograd.generate.writer import hugging_folder, tokenizer_of
+    from isograd.launcher.launch import launch
 
     if options.tasks:
         need()

@@ -1,1 +1,1 @@
-"""Communication: world.py and transport.py call torch.distributed; ops.py is differentiable; launch.py starts ranks."""
+"""Communication: world.py and transport.py call torch.distributed; ops.py is differentiable."""

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from isograd.comm import world
-from isograd.comm.worker import RAISED_AT, Seat, sit
 from isograd.elastic.progress import process_progress
+from isograd.launcher.worker import RAISED_AT, Seat, sit
 
 
 def in_world(seat: Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -31,7 +31,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from isograd.comm.device import Asked
-from isograd.comm.launch import (
+from isograd.elastic.progress import StallTimer, finished
+from isograd.elastic.worker import in_world
+from isograd.io import tempdir
+from isograd.launcher.launch import (
     GRACE,
     UNKNOWN,
     dead_server,
@@ -43,10 +46,7 @@ from isograd.comm.launch import (
     start_method,
     stop_all,
 )
-from isograd.comm.worker import Answer, Seat, main
-from isograd.elastic.progress import StallTimer, finished
-from isograd.elastic.worker import in_world
-from isograd.io import tempdir
+from isograd.launcher.worker import Answer, Seat, main
 
 LOOK_S = 1.0  # between two looks for ranks that are silent
 LEFT_S = 20.0  # after which a process that was killed is no longer waited for

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from isograd.comm import raw
-from isograd.comm.launch import World
 from isograd.core.mesh import Mesh
+from isograd.launcher.launch import World
 from isograd.plan.machine import Crowded, Link, Machine, Rates
 
 PRODUCT = {"fp32": 1024, "bf16": 256}  # rows of the matrices; 16 bits are slow on many CPUs

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from isograd.comm.launch import World
 from isograd.core.layout import Layout
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.core.step_counters import StepCounters
 from isograd.errors import LaunchError, VerifyError
 from isograd.io import tempdir
+from isograd.launcher.launch import World
 from isograd.pipeline import picture
 from isograd.pipeline.schedule import Action, Timed, build
 from isograd.prove.case import Case

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
-from isograd.comm.launch import World
 from isograd.core.layout import Layout
 from isograd.core.mesh import DATA, Mesh
+from isograd.launcher.launch import World
 from isograd.prove.case import Case
 from isograd.prove.prove import MakeCase, backwards, make, name_of, pieces_of
 from isograd_verify import tolerances

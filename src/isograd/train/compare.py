@@ -18,10 +18,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from isograd.comm import wire
-from isograd.comm.launch import World
 from isograd.core.layout import Layout
 from isograd.errors import ConfigError, TrainError
 from isograd.io import atomic, plots, terminal
+from isograd.launcher.launch import World
 from isograd.train import journal
 from isograd.train.config import Config
 from isograd.train.loop import RunOptions, RunOutcome, run

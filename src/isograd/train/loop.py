@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from isograd.checkpoint import CheckpointManager, NotFinite
-from isograd.comm import raw, worker
+from isograd.comm import raw
 from isograd.comm.consensus import run_or_raise_on_all_ranks
 from isograd.comm.world import rank_and_size, set_collective_timeout
 from isograd.core.mesh import Mesh
@@ -30,6 +30,7 @@ from isograd.engine import Stats
 from isograd.engine.ema import averaged
 from isograd.errors import DataError, TrainError, headline
 from isograd.io import atomic, plots
+from isograd.launcher import worker
 from isograd.train import journal, run_folder, texts
 from isograd.train.config import Config
 from isograd.train.optimizers import PROGRESS, LearningRateSchedule

@@ -1,7 +1,7 @@
 """A run's folder: made, or refused when it belongs to something else; how a run ended, and how it goes on.
 
 The command that starts ranks may be killed by signal 9, without a message. Its ranks notice within milliseconds, as the
-pipe to it has closed (comm/worker.py), and exit at once: the same command, given again, must not meet them in its
+pipe to it has closed (launcher/worker.py), and exit at once: the same command, given again, must not meet them in its
 folder. The first of them says how the run goes on.
 """
 

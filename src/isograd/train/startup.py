@@ -14,13 +14,13 @@ from pathlib import Path
 from isograd import __version__
 from isograd.checkpoint.folder import checkpoints
 from isograd.checkpoint.read import open_whole
-from isograd.comm.launch import World
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.data import read_tokenizer
 from isograd.errors import ConfigError
 from isograd.generate import harness
 from isograd.io import tempdir, terminal
+from isograd.launcher.launch import World
 from isograd.plan.memory import LOAD
 from isograd.train import language, run_folder, texts
 from isograd.train.config import Config

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TextIO
 
 from isograd.checkpoint.folder import Growing
-from isograd.comm.launch import World
 from isograd.elastic import WorkerPool, offers
 from isograd.errors import CommError, IsogradError, LaunchError
 from isograd.io import tempdir, terminal
+from isograd.launcher.launch import World
 from isograd.train import journal, resources, run_folder, texts
 from isograd.train.config import Config
 from isograd.train.loop import RunOptions, RunOutcome, run

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from isograd.checkpoint.folder import checkpoints
-from isograd.comm.launch import exit_words
 from isograd.core.layout import Layout
 from isograd.elastic import Attempt, Recovery, WorkerPool, offers, process_progress
 from isograd.elastic.copies import Offer
 from isograd.elastic.emergency_checkpoint import Ask, save_copies
 from isograd.errors import LaunchError
+from isograd.launcher.launch import exit_words
 from isograd.train import journal
 from isograd.train.config import Config
 from isograd.train.loop import RunOptions, RunOutcome, run

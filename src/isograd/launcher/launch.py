@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from isograd.comm.device import Asked
-from isograd.comm.worker import GROUP, Answer, Seat, main, stack_file
 from isograd.errors import IsogradError, LaunchError
 from isograd.io import tempdir
+from isograd.launcher.worker import GROUP, Answer, Seat, main, stack_file
 
 LONGEST_HOME = 60  # characters: the name of a socket has at most 104, on some systems
 GRACE = 1.0  # seconds to collect the errors of other ranks after the first
@@ -302,7 +302,7 @@ def start_method(preload: Iterable[str] = ()) -> tuple[Any, bool]:
     if not has_file and getattr(main_module, "__spec__", None) is None:
         return mp.get_context("fork"), True
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["isograd.comm.worker", *preload])
+    context.set_forkserver_preload(["isograd.launcher.worker", *preload])
     _start_server()
     return context, False
 

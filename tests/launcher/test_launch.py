@@ -17,9 +17,9 @@ import torch
 
 from isograd.comm import raw
 from isograd.comm import world as comm_world
-from isograd.comm.launch import World, launch
 from isograd.core.mesh import Mesh
 from isograd.errors import ConfigError, LaunchError, TrainError
+from isograd.launcher.launch import World, launch
 
 
 def who(offset: int) -> tuple[int, str, int]:
@@ -166,8 +166,8 @@ def test_an_error_of_isograd_on_a_rank_comes_back_as_itself_with_its_exit_code()
 
 KILLED = """
 import os, signal, sys
-from isograd.comm import worker
-from isograd.comm.launch import World
+from isograd.launcher import worker
+from isograd.launcher.launch import World
 def words():
     worker.when_orphaned(lambda: "its last words")
 if __name__ == "__main__":
@@ -246,8 +246,8 @@ def test_functions_of_a_notebook_which_no_file_holds_can_be_launched() -> None:
 
 ORPHANS = """
     import os, sys, time
-    from isograd.comm.launch import World
-    from tests.comm.test_launch import pid
+    from isograd.launcher.launch import World
+    from tests.launcher.test_launch import pid
     if __name__ == "__main__":
         world = World(2)
         print(*world.run(pid), flush=True)

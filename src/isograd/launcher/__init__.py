@@ -1,0 +1,1 @@
+"""Local ranks: started, watched, and their values brought back."""
