@@ -15,7 +15,9 @@ import ast
 import re
 import subprocess
 import sys
+import textwrap
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -324,7 +326,7 @@ class House:
 
     def breaches(self) -> list[str]:
         """What breaks a rule, a line each; what a number counts where it is over its limit."""
-        found = [*self.broken, *registries()]
+        found = [*self.broken, *registries(), *programs()]
         for row, (count, what) in self.counted().items():
             if count > LIMITS[row]:
                 found += [f"{row}: {count}, at most {LIMITS[row]}", *(f"    {line}" for line in what)]
@@ -356,6 +358,55 @@ def tree_page() -> str:
             "",
         ]
     return "\n".join(out)
+
+
+OWN = {**TREES, **{name: ROOT / name for name in ("benchmarks", "examples", "tests")}}
+
+
+@cache
+def names_in(module: str) -> frozenset[str]:
+    """Everything that a module of ours binds, at whatever depth; a package's files, too."""
+    head, *rest = module.split(".")
+    place = OWN[head].joinpath(*rest)
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    found = {entry.stem for entry in place.iterdir()} if place.is_dir() else set()
+    for node in ast.walk(ast.parse(file.read_text())) if file.exists() else ():
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    return frozenset(found)
+
+
+def imports_of_nothing(source: str) -> list[str]:
+    """What this program, and the programs in its texts, import from files of ours that have no such name."""
+    found: list[str] = []
+    try:
+        tree = ast.parse(textwrap.dedent(source))
+    except SyntaxError:  # a text that is no program
+        return found
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level and node.module.split(".")[0] in OWN:
+            lost = [alias.name for alias in node.names if alias.name not in names_in(node.module)]
+            found += [f"imports {name} from {node.module}, which has none" for name in lost]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "from isograd" in node.value:
+            found += imports_of_nothing(node.value)
+    return found
+
+
+def programs() -> list[str]:
+    """Files and pages whose programs do not begin: slow tests and examples may not run for days."""
+    found = []
+    for folder in ("benchmarks", "docs", "examples", "scripts", "src", "tests", "verify"):
+        for path in sorted([*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")]):
+            if path.name == "test_architecture.py":  # plants such imports
+                continue
+            text = path.read_text()
+            parts = re.findall(r"```python\n(.*?)```", text, re.DOTALL) if path.suffix == ".md" else [text]
+            found += [f"{path.relative_to(ROOT)} {lost}" for part in parts for lost in imports_of_nothing(part)]
+    return found
 
 
 def registries() -> list[str]:

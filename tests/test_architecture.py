@@ -63,6 +63,23 @@ def test_honest_code_breaks_no_rule(source: str) -> None:
     assert not house.forbidden(source, "isograd/engine/planted.py")
 
 
+LATE = "PROGRAM = '''\n    from isograd.engine.engine import Engine, Nobody\n'''"
+
+
+@pytest.mark.parametrize(
+    ("source", "lost"),
+    [
+        ("from isograd.engine import Nobody", 1),
+        ("def late():\n    from isograd.nowhere import Engine", 1),
+        (LATE, 1),
+        ("from isograd.engine import Engine, step\nfrom torch import nothing", 0),
+        ("TEXT = 'import Engine from isograd, or: from isograd'", 0),
+    ],
+)
+def test_an_import_of_a_name_that_is_nowhere_is_seen(source: str, lost: int) -> None:
+    assert len(house.imports_of_nothing(source)) == lost
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -17,7 +17,7 @@ import torch
 
 import isograd as ig
 from isograd.checkpoint import CheckpointManager
-from isograd.integrations.megatron_config import convert_neox
+from isograd.integrations.megatron_config import convert
 
 NEOX = {
     "num_layers": 4, "hidden_size": 128, "num_attention_heads": 8, "seq_length": 256, "max_position_embeddings": 256,
@@ -25,7 +25,7 @@ NEOX = {
     "model_parallel_size": 4, "train_iters": 40, "train_micro_batch_size_per_gpu": 4, "warmup": 0.05,
     "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}}, "weight_decay": 0.01, "vocab_size": 64,
 }  # fmt: skip
-RUN = convert_neox(NEOX, 4)[0]
+RUN = convert(NEOX, 4, neox=True)[0]
 SMALL = {"vocab": 61, "hidden": 32, "layers": 4, "heads": 4, "mlp": 64}
 
 

@@ -100,7 +100,7 @@ def by_the_trainer(
                 seen.update({name: g.clone() for name, g in found.engine.grads().items()})
 
         ranks = world.world()[1]
-        shared = 2 if parallelism or any(axis in str(layout) for axis in ("cp2", "tp2", "pp2")) else 1
+        shared = 2 if parallelism else 2 ** sum(axis in str(layout) for axis in ("cp2", "tp2", "pp2"))
         data = ranks // shared if ranks > 1 else 1
         given = model() if source is None else ig.hf.load(source, ig.Mesh(layout), prove=False, dtype=torch.float64)
         given.config._experts_implementation = "eager"

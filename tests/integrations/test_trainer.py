@@ -381,7 +381,7 @@ ENDS = """
 import sys
 from transformers import Trainer, TrainerCallback
 import isograd as ig
-from isograd.comm import raw
+from isograd.comm import world
 from tests.integrations import toys
 
 class Fails(TrainerCallback):
