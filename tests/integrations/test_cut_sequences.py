@@ -7,6 +7,7 @@ Labels are uneven, rows end in padding, the length does not divide, and a step h
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,62 @@ def test_a_classifier_of_rows_has_the_gradients_of_one_device(
             if parameter.requires_grad:
                 error = (found[name].double() - parameter.grad).abs().max() / parameter.grad.abs().max()
                 assert float(error) < 1e-9, (name, float(error))
+
+
+def scored(loop: str, layout: str, accumulation: int) -> dict[str, Any]:
+    """One step of a loop of accelerate's, Fabric's or DeepSpeed's documentation: gradients by name, and the loss."""
+    with as_torchrun_starts_it():
+        whole, seen = classifier(False), dict[str, Any]()
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.0)
+        loader = torch.utils.data.DataLoader(classes(2 * accumulation), batch_size=2)  # type: ignore[arg-type]
+        if loop == "accelerate":
+            over = ig.integrations.Accelerator(cpu=True, gradient_accumulation_steps=accumulation, layout=layout)
+            prepared, optimizer, loader = over.prepare(whole, optimizer, loader)
+            backward, syncs, engine = over.backward, lambda _: over.accumulate(prepared), over.engine
+        elif loop == "fabric":
+            from lightning.fabric import Fabric
+
+            ranks = world.world()[1]
+            fabric = Fabric(accelerator="cpu", devices=ranks, strategy=ig.integrations.FabricStrategy(layout))
+            fabric.launch()
+            prepared, optimizer = fabric.setup(whole, optimizer)
+            backward, engine = fabric.backward, fabric.strategy.engine
+            syncs = lambda last: fabric.no_backward_sync(prepared, enabled=not last)  # noqa: E731
+        else:
+            config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation}
+            prepared, *_ = ig.integrations.deepspeed.initialize(
+                model=whole, optimizer=optimizer, config=config, layout=layout
+            )
+            backward, syncs, engine = prepared.backward, lambda _: nullcontext(), prepared.engine
+        with ForceFP64():
+            for number, batch in enumerate(loader):
+                with syncs(last := number + 1 == accumulation):
+                    backward(prepared(**batch).loss)
+                    if last:
+                        seen |= {name: gradient.clone() for name, gradient in engine.grads().items()}
+                        (prepared if loop == "deepspeed" else optimizer).step()
+            with torch.no_grad():
+                seen["evaluated"] = prepared(**batch).loss
+        return seen
+
+
+@pytest.mark.parametrize("loop", ["accelerate", "fabric", "deepspeed"])
+@pytest.mark.parametrize(
+    ("layout", "accumulation"), [("cp2 ulysses zero1", 3), ("cp2 ring zero3", 1), ("tp2 zero1", 3)]
+)
+def test_a_classifier_of_rows_has_them_in_the_other_loops(worlds, loop: str, layout: str, accumulation: int) -> None:
+    if loop == "fabric":
+        pytest.importorskip("lightning")
+    whole, rows = classifier(False), classes(2 * accumulation)
+    with ForceFP64():
+        whole(**torch.utils.data.default_collate(rows), use_cache=False).loss.backward()
+        held_out = float(whole(**torch.utils.data.default_collate(rows[-2:])).loss.detach())
+    for found in worlds(2).run(scored, loop, f"dp1 {layout}", accumulation):
+        assert float(found.pop("evaluated")) == pytest.approx(held_out, rel=1e-9)
+        assert found.keys() == {name for name, _ in whole.named_parameters()}
+        for name, parameter in whole.named_parameters():
+            error = (found[name].double() - parameter.grad).abs().max() / parameter.grad.abs().max()
+            assert float(error) < 1e-9, (name, float(error))
 
 
 @pytest.mark.parametrize(

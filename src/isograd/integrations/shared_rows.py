@@ -19,9 +19,11 @@ from isograd.engine.validation import pipeline_of
 from isograd.errors import IntegrationError
 from isograd.hf import BatchPart, attach, shard
 from isograd.hf.context_parallel import scores_rows
-from isograd.hf.losses import CAUSAL, EMBEDS, KEYS, library_of_model
+from isograd.hf.losses import CAUSAL, EMBEDS, IGNORE, KEYS, library_of_model
 from isograd.integrations.world import mesh_for, refuse
 from isograd.sequence import refuse_unlike
+
+OTHERWISE = "ig.integrations.Accelerator, or ig.Engine in a loop of your own"
 
 
 class RowParts:
@@ -31,6 +33,8 @@ class RowParts:
     def __init__(self, forward: Callable[..., Any], mesh: Mesh, waiting: list[dict[str, Any]]) -> None:
         """waiting: gets the whole rows of a step under pp, whose stages run at its end."""
         self.whole_rows, self._mesh, self._waiting = forward, mesh, waiting
+        self._model: Any = getattr(forward, "__self__", None)
+        self._scores = mesh.size("pp") == 1 and scores_rows(self._model)
         self.loss: Tensor | None = None  # of the last forward, until its backward
         self.weight = torch.zeros(())  # how many labels it is the mean of
 
@@ -40,6 +44,11 @@ class RowParts:
         rows = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
         if self._mesh.size("pp") > 1:
             return self._for_stages(rows)
+        if self._scores:  # gathered, of whole rows, and so is the loss: each rank of a group has it
+            output = self.whole_rows(**rows)
+            self.loss = output.get("loss")
+            self.weight = self.weight if self.loss is None else rows["labels"].ne(IGNORE).sum()
+            return output
         part = shard(rows, self._mesh)
         output = self.whole_rows(**part.inputs)
         if not torch.is_grad_enabled():
@@ -55,8 +64,7 @@ class RowParts:
             self._waiting.append(rows)
             self.loss = torch.full((), math.nan, device=self._mesh.device)
             return _LossOfStep(self.loss, self._mesh)
-        model: Any = getattr(self.whole_rows, "__self__", None)
-        stages = pipeline_of(model, self._mesh)
+        stages = pipeline_of(self._model, self._mesh)
         found: Any = stages and stages.evaluate([rows])  # of the last stage
         sums = [float(found[0][0] * found[0][1]), float(found[0][1])] if found else [0.0, 0.0]
         total = torch.tensor(sums, dtype=torch.float64, device=self._mesh.device)
@@ -72,9 +80,8 @@ class WholeRows(RowParts):
 
     def __init__(self, forward: Callable[..., Any], mesh: Mesh, waiting: list[dict[str, Any]]) -> None:
         super().__init__(forward, mesh, waiting)
-        model: Any = getattr(forward, "__self__", None)
         cuts = mesh.size("cp") > 1 or mesh.layout.sp
-        self._cuts = cuts and not scores_rows(model) and library_of_model(model, mesh)[1] == CAUSAL
+        self._cuts = cuts and not self._scores and library_of_model(self._model, mesh)[1] == CAUSAL
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rows = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
