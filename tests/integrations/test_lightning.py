@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 import isograd as ig
 from isograd.comm import world
 from isograd.comm.device import device
-from isograd.launcher.launch import World
 
 from .worlds import as_lightning_finds_it
 
@@ -39,6 +38,8 @@ def micro(number: int) -> tuple[Tensor, Tensor]:
 
 class Net(lightning.LightningModule):
     """weighed: its loss is the mean over labels, and says so; else over rows."""
+
+    between: Any = None
 
     def __init__(self, weighed: bool) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class Net(lightning.LightningModule):
 
 def fit(
     layout: str | None, weighed: bool, folder: str, resume: str | None = None, first: int = 0, module: Any = None,
-    **given: Any,
+    held_out: bool = False, **given: Any,
 ) -> Any:  # fmt: skip
     """first: the micro-batch to begin with, as a loader does that resumes where its run was cut."""
     rank, ranks = world.world()
@@ -86,7 +87,8 @@ def fit(
     with as_lightning_finds_it():
         strategy = ig.integrations.LightningStrategy(layout) if layout else "isograd"
         trainer = lightning.Trainer(default_root_dir=folder, strategy=strategy, **(standard | given))
-        trainer.fit(module or Net(weighed), DataLoader(data, batch_size=None), ckpt_path=resume)
+        loaders = [DataLoader(data, batch_size=None)] + [DataLoader(data[:2], batch_size=None)] * held_out
+        trainer.fit(module or Net(weighed), *loaders, ckpt_path=resume)
         found = {n: v.clone() for n, v in trainer.strategy.lightning_module_state_dict().items()}
     return trainer, found
 
@@ -196,39 +198,6 @@ def test_behind_a_fit_at_zero3_a_module_is_validated_and_callbacks_that_change_i
         assert codes == ["IG856", "IG856"]
 
 
-class Fails(Net):
-    """In one micro-batch of the last rank."""
-
-    broken = True
-
-    def training_step(self, batch: Any, number: int) -> Any:
-        if self.broken and number == 1 and self.global_rank == self.trainer.world_size - 1:
-            raise ValueError("a bad row")
-        return super().training_step(batch, number)
-
-
-def caught(folder: str, layout: str) -> tuple[str, dict[str, Tensor]]:
-    """A fit that fails on one rank and is caught on all; the module is trained from its first weights again."""
-    module, said = Fails(True), ""
-    first = {name: value.clone() for name, value in module.state_dict().items()}
-    try:
-        fit(layout, True, folder, module=module)
-    except Exception as error:
-        said = str(error)
-    module.broken = False
-    if layout == "zero1":
-        module.load_state_dict(first)
-    return said, fit("zero1", True, folder, module=module)[1]
-
-
-@pytest.mark.parametrize("layout", ["zero1", "zero3"])
-def test_a_fit_that_fails_on_one_rank_and_is_caught_leaves_nothing_behind(worlds, tmp_path: Path, layout: str) -> None:
-    first, last = worlds(2).run(caught, str(tmp_path), layout)
-    assert "a bad row" in last[0] and "rank 1" in first[0] and first[0].startswith("IG"), first[0]
-    for name, value in one_device(True).items():
-        assert torch.allclose(last[1][name], value, rtol=1e-9, atol=1e-12), name
-
-
 class Manual(Net):
     """Two backwards of a batch, each with its weight."""
 
@@ -284,6 +253,7 @@ class Gan(lightning.LightningModule):
         self.generator = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)).double()
         self.discriminator = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
         self.automatic_optimization, self.zeroes = False, zeroes
+        self.between: Callable[[], None] = lambda: None  # the members' steps
 
     def losses(self, values: Tensor) -> Iterator[Tensor]:
         """Of the discriminator, then of the generator: each is asked for behind the step of the one before."""
@@ -305,14 +275,45 @@ class Gan(lightning.LightningModule):
                 optimizer.zero_grad()
             self.manual_backward(loss, weight=len(values))
             optimizer.step()
+            self.between()
             if self.zeroes == "toggled":
                 self.untoggle_optimizer(optimizer)
             if self.zeroes == "behind both" and name == "generator":
                 for one in optimizers.values():
                     one.zero_grad()
 
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("held_out", next(self.losses(batch[0])), sync_dist=True, batch_size=1)
+
     def configure_optimizers(self) -> Any:
         return [torch.optim.AdamW(part.parameters(), lr=0.05) for part in (self.discriminator, self.generator)]
+
+
+class Frozen(Gan):
+    """untoggles: types the line that it is told to."""
+
+    def __init__(self, untoggles: bool) -> None:
+        super().__init__("toggled")
+        self.untoggles = untoggles
+
+    def training_step(self, batch: Any, number: int) -> None:
+        of_discriminator, of_generator = self.optimizers()
+        losses = self.losses(batch[0])
+        for optimizer in (of_discriminator, of_generator):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(next(losses), weight=len(batch[0]))
+        if self.untoggles:
+            self.untoggle_optimizer(of_generator)
+        of_discriminator.step()
+        of_generator.step()
+
+
+def test_a_step_of_a_member_that_is_frozen_is_refused_by_its_name_and_with_the_line(tmp_path: Path) -> None:
+    with pytest.raises(ig.IsogradError) as refused:
+        fit("zero1", True, str(tmp_path), module=Frozen(False), **GAN)
+    assert refused.value.code == "IG866" and refused.value.seen.startswith("a step of 'discriminator'")
+    assert refused.value.fix.startswith("self.untoggle_optimizer(optimizer), that of 'generator'")
+    fit("zero1", True, str(tmp_path), module=Frozen(True), **GAN)
 
 
 GAN = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": -1, "max_epochs": 1}
@@ -328,6 +329,61 @@ def gans(cases: list[tuple[str, str]], folder: str) -> list[dict[str, Tensor]]:
 
 
 def test_a_gan_of_two_optimizers_trains_as_one_device(worlds, tmp_path: Path) -> None:
+    cases = [("before each", f"dp2 zero{z}") for z in range(4)]
+    cases += [("behind both", "dp2 zero1"), ("toggled", "dp2 zero1"), ("toggled", "dp2 zero3")]
+    expected = gan_of_one_device()
+    for each in worlds(2).run(gans, cases, str(tmp_path)):
+        for number, found in enumerate(each):
+            for name, value in expected.items():
+                assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), (cases[number // 2], name)
+
+
+class Raises(lightning.Callback):
+    """Once, in this hook, on these ranks."""
+
+    def __init__(self, hook: str, ranks: tuple[int, ...]) -> None:
+        self.raises = world.world()[0] in ranks
+        setattr(self, hook, self.fault)
+
+    def fault(self, *_: Any, **__: Any) -> None:
+        if self.raises:
+            self.raises = False
+            raise ValueError("a bad row")
+
+
+HOOKS = ["setup", "on_train_start", "on_train_batch_start", "on_train_batch_end"]
+HOOKS += ["on_validation_batch_start", "on_validation_end", "on_train_epoch_end", "on_train_end"]
+FAULTS = [(kind, hook, ranks) for kind in ("one", "gan") for hook in HOOKS for ranks in ((1,), (0, 1))]
+FAULTS += [
+    ("one", "on_before_optimizer_step", (0,)),
+    ("one", "on_before_zero_grad", (1,)),
+    ("gan", "between", (0,)),
+    ("gan", "between", (0, 1)),
+]
+
+
+def behind_exceptions(layout: str, faults: list[tuple[str, str, tuple[int, ...]]], folder: str) -> list[Any]:
+    """A fit that an exception ends, and another one of the same module from its first weights, or of a new one."""
+    found: list[Any] = []
+    for kind, hook, ranks in faults:
+        raises, module = Raises(hook, ranks), Gan("before each") if kind == "gan" else Net(True)
+        first = {name: value.clone() for name, value in module.state_dict().items()}
+        module.between = raises.fault if hook == "between" else module.between
+        given = {"callbacks": [raises], "held_out": True} | (GAN if kind == "gan" else {})
+        said = []
+        for again in range(3 if layout.endswith("zero3") else 2):
+            try:
+                state = fit(layout, True, folder, module=module, **given)[1]
+            except Exception as error:
+                said.append(str(error))
+                module = type(module)("before each" if kind == "gan" else True) if again else module
+            if not layout.endswith("zero3"):
+                module.load_state_dict(first)
+        found.append((said, state))
+    return found
+
+
+def gan_of_one_device() -> dict[str, Tensor]:
     model = Gan("before each")
     optimizers = model.configure_optimizers()
     for step in range(STEPS * MICROS // 2):
@@ -336,33 +392,28 @@ def test_a_gan_of_two_optimizers_trains_as_one_device(worlds, tmp_path: Path) ->
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    cases = [("before each", f"dp2 zero{z}") for z in range(4)]
-    cases += [("behind both", "dp2 zero1"), ("toggled", "dp2 zero1"), ("toggled", "dp2 zero3")]
-    for each in worlds(2).run(gans, cases, str(tmp_path)):
-        for number, found in enumerate(each):
-            for name, value in model.state_dict().items():
-                assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), (cases[number // 2], name)
+    return model.state_dict()
 
 
-class Raises(Gan):
-    def training_step(self, batch: Any, number: int) -> None:
-        super().training_step(batch, number)
-        if world.world()[0] == 1:
-            raise ValueError("a bad row")
-
-
-def raising(folder: str) -> str:
-    try:
-        fit("dp2 zero1", True, folder, module=Raises("before each"), **GAN)
-    except (ValueError, ig.IsogradError) as error:
-        return str(error)
-    return "nothing"
-
-
-def test_an_exception_in_a_gan_on_one_rank_ends_the_fit_of_all(tmp_path: Path) -> None:
-    with World(2) as ranks:
-        first, last = ranks.run(raising, str(tmp_path))
-    assert last == "a bad row" and "IG213" in first and "rank 1: a fit of several optimizers" in first
+@pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero3"])
+def test_behind_an_exception_wherever_it_came_a_further_fit_begins_anew_on_all_ranks(
+    worlds, tmp_path: Path, layout: str
+) -> None:
+    """At zero3, where each rank has rows alone, the same module is refused on all, and a new one is right."""
+    faults = FAULTS if layout.endswith("zero1") else [f for f in FAULTS if f[1] in ("on_train_batch_start", "between")]
+    expected = {"one": one_device(True), "gan": gan_of_one_device()}
+    for rank, each in enumerate(worlds(2).run(behind_exceptions, layout, faults, str(tmp_path))):
+        for (kind, hook, ranks), (said, state) in zip(faults, each, strict=True):
+            what = (kind, hook, ranks, rank, said)
+            if rank in ranks:
+                assert said[0] == "a bad row", what
+            elif said or hook not in HOOKS[-3:]:  # its own fit may be over
+                assert said[0].startswith(("IG870", "IG213")) and "rank" in said[0], what
+            if layout.endswith("zero3"):
+                assert said[1].startswith("IG207") and "a bad row" in said[1], what
+            assert len(said) <= (2 if layout.endswith("zero3") else 1), what
+            for name, value in expected[kind].items():
+                assert torch.allclose(state[name], value, rtol=1e-9, atol=1e-12), (name, *what)
 
 
 def test_manual_optimization_clips_in_the_step(tmp_path: Path) -> None:

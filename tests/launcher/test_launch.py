@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch
 from isograd.comm import raw
 from isograd.comm import world as comm_world
 from isograd.core.mesh import Mesh
-from isograd.errors import ConfigError, LaunchError, TrainError
+from isograd.errors import CommError, ConfigError, LaunchError, TrainError
 from isograd.launcher.launch import World, launch
 
 
@@ -38,14 +39,14 @@ def one_raises() -> None:
     mesh = Mesh("dp3")
     if mesh.rank == 1:
         raise ValueError("the batch is empty")
-    raw.barrier(mesh.group("world"))  # the others wait for a rank that never comes
+    raw.all_reduce(torch.zeros(1), mesh.group("world"))  # the others wait for a rank that never comes
 
 
 def one_is_killed() -> None:
     mesh = Mesh("dp2")
     if mesh.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    raw.barrier(mesh.group("world"))
+    raw.all_reduce(torch.zeros(1), mesh.group("world"))
 
 
 def one_leaves() -> None:
@@ -140,7 +141,7 @@ def test_a_rank_that_dies_between_two_runs_is_named_and_the_next_run_has_new_ran
 def one_refuses() -> None:
     if Mesh("dp2").rank == 1:
         raise ConfigError("IG635", "ids", seen=5, expected=4, fix="less", where="rank 1")
-    raw.barrier(Mesh("dp2").group("world"))
+    raw.all_reduce(torch.zeros(1), Mesh("dp2").group("world"))
 
 
 def closes_its_connections() -> int:
@@ -153,6 +154,29 @@ def test_a_world_whose_ranks_closed_their_connections_has_new_ones_in_the_next_r
     with World(2) as world:
         assert world.run(closes_its_connections) == [0, 1]
         assert [rank for rank, *_ in world.run(who, 0)] == [0, 1]  # torch's traceback, of a place to meet
+
+
+def meets_anew() -> list[Any]:
+    """Each rank in turn closes its connections, while the other one waits for it."""
+    said: list[Any] = []
+    for failing in (1, 0, 1):
+        group, x = Mesh("dp2").group("world"), torch.ones(1)
+        try:
+            if group.index == failing:
+                comm_world.leave("a bad row")
+            raw.all_reduce(x, group)
+        except CommError as error:
+            said.append(f"{error.code} {error.seen or error.what}")
+        said.append(float(raw.all_reduce(x, Mesh("dp2").group("world"))))
+    return said
+
+
+def test_ranks_that_a_failure_has_parted_meet_in_a_new_world_as_often_as_it_comes() -> None:
+    with World(2) as world:
+        for rank, said in enumerate(world.run(meets_anew)):
+            for failing, error, total in zip((1, 0, 1), said[::2], said[1::2], strict=True):
+                assert total == 2 and "a bad row" in error, said
+                assert error.startswith("IG207" if rank == failing else f"IG213 rank {failing}: "), said
 
 
 def test_an_error_of_isograd_on_a_rank_comes_back_as_itself_with_its_exit_code() -> None:

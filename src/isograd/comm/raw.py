@@ -21,7 +21,7 @@ from isograd.comm import record
 from isograd.comm.group import Group, even_sizes
 from isograd.comm.handle import Handle
 from isograd.comm.transport import Nccl, Tensors, Transport
-from isograd.comm.world import ABORTED, abort_group_on_interrupt, device, leave, store_check
+from isograd.comm.world import ABORTED, abort_group_on_interrupt, leave, store_check
 from isograd.errors import CommError
 
 LAYER_S = 5.0  # after which a rank that gives up a step closes its connections, where layers wait for it
@@ -255,9 +255,3 @@ def broadcast_(x: torch.Tensor, group: Group, source: int = 0) -> None:
             _transport(group).broadcast(x, source)
         sends, others = group.index == source, [i for i in range(group.size) if i != source]
         record.noted_to(group, others if sends else [source], [x], sends, 0, False)()
-
-
-def barrier(group: Group) -> None:
-    """Wait until every member has come here."""
-    here = device() if is_nccl(group) else torch.device("cpu")
-    to_host(torch.stack(gather_list(torch.zeros(1, device=here), group)))

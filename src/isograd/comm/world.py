@@ -51,7 +51,8 @@ def _make_world(store: Any, rank: int, size: int, asked: Asked) -> None:
 
 
 def world(asked: Asked = None) -> tuple[int, int]:
-    """(rank, world size) of the running world: one already joined, else torchrun's, else a world of one.
+    """(rank, world size) of the running world: one already joined, else torchrun's, else a world of one. Behind a
+    failure that has ended a world, another one of the same ranks, who meet where they had met.
 
     asked: "cpu" computes on the CPU on purpose; None: on cards, where the machines have any."""
     rank, size = rank_and_size()
@@ -60,9 +61,10 @@ def world(asked: Asked = None) -> tuple[int, int]:
     if dist.is_initialized():
         refuse_late(asked, dist.get_backend())
     elif size > 1:
-        met = meet(seconds := _timeout.total_seconds())[0]
-        name = restarts.name(met, rank, size, seconds) if restarts.possible() else "default_pg"
-        _make_world(dist.PrefixStore(name, met), rank, size, asked)  # type: ignore[attr-defined]
+        seconds = _timeout.total_seconds()
+        met, asked = process.left or (meet(seconds)[0], asked)
+        first = restarts.name(met, rank, size, seconds) if restarts.possible() and not process.left else "default_pg"
+        _make_world(dist.PrefixStore("again" if process.left else first, met), rank, size, asked)  # type: ignore[attr-defined]
     return rank, size
 
 
@@ -97,6 +99,7 @@ class Process(RankContext):
     def __init__(self) -> None:
         super().__init__()
         self.unfinished: WeakSet[Any] = WeakSet()  # Handles
+        self.left: list[Any] = []  # the store of a world that a failure has ended, and what it was asked to run on
 
     def leave(self, why: str) -> None:
         """As a new process: a rank may join another world."""
@@ -108,9 +111,12 @@ class Process(RankContext):
             transport.close()
         self.made.clear()
         self.tags.clear()
-        if dist.is_initialized() and why and "nccl" in dist.get_backend():
-            distributed_c10d._abort_process_group()  # whose kernels may wait for messages that will not come
         if dist.is_initialized():
+            on_cards = "nccl" in dist.get_backend()
+            self.left.clear()
+            self.left.extend((_store(None), None if on_cards else "cpu") if why else ())
+            if why and on_cards:
+                distributed_c10d._abort_process_group()  # whose kernels may wait for messages that will not come
             dist.destroy_process_group()
 
 
@@ -195,7 +201,7 @@ def reserve_tags(group: Group) -> int:
 def _store(line: Any) -> Any:
     if (here := thread_member()) is not None:
         return here.world.store
-    return line or (distributed_c10d._get_default_store() if dist.is_initialized() else None)
+    return line or (distributed_c10d._get_default_store() if dist.is_initialized() else (process.left or [None])[0])
 
 
 def store_set(name: str, note: str = "1", line: Any = None) -> None:
@@ -220,7 +226,7 @@ def store_get(name: str, line: Any = None) -> str:
 
 def clone_store(flags: bool = False) -> Any:
     """For a thread: a connection of its own to the store, or to its flags; None: the ranks met in a file."""
-    line: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
+    line = _store(None)
     store = getattr(line, "_underlying_non_prefix_store", line)
     line = line if flags else store
     return line.clone() if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
@@ -236,7 +242,7 @@ def leave(why: str = "", tell: bool = True) -> None:
     store."""
     why = why or (headline(error) if (error := sys.exception()) is not None else "")
     place = thread_member() or process
-    if why and tell and any(not transport.closed for transport in place.made.values()):
+    if why and tell and (not place.made or any(not transport.closed for transport in place.made.values())):
         with suppress(RuntimeError):  # the store may have ended with its rank
             _tell(f"rank {rank_and_size()[0]}: {why}")
     for transport in place.made.values():

@@ -15,7 +15,7 @@ IG206: simulated rank {rank} waits for a value of rank {sender} that nobody has 
   expected: a rank of each pipeline stage in one fake world
   fix:      fake.FakeWorld().run with the program of a rank of each stage, or 'isograd rehearse'
 IG207: a collective over {axes!r} after this rank's connections were closed: {closed}
-  fix:      end the processes, and resume from the last checkpoint
+  fix:      on all ranks make ig.Mesh and the model anew, or end the processes; resume from the last checkpoint
 IG208: ranks that torchrun has started did not come
   expected: {size} ranks
   fix:      look at their output on the other machines

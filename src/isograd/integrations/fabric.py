@@ -6,14 +6,13 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from isograd.core.attributes import set_attributes
 from isograd.engine import Engine
-from isograd.errors import IntegrationError
 from isograd.integrations.optimizer import (
     EngineOptimizer,
     TrainedModule,
@@ -35,7 +34,6 @@ else:
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
 
 NAME = "isograd"
-OTHERWISE = "ig.integrations.Accelerator, or ig.Engine in a loop of your own"
 
 
 class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
@@ -103,11 +101,6 @@ class FabricStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
                 "say which of several: fabric.backward(loss, model=model, weight=count)",
             )
         return found[0]
-
-    def _refuse(self, seen: str, expected: str, fix: str = OTHERWISE) -> NoReturn:
-        raise IntegrationError(
-            "IG866", seen=seen, expected=expected, fix=fix, where=f"rank {self.global_rank}", loop="Fabric"
-        )
 
     def backward(
         self, tensor: Tensor, module: nn.Module | None, *args: Any, weight: float | Tensor | None = None, **kwargs: Any

@@ -12,16 +12,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from isograd.comm.world import leave
 from isograd.core.attributes import set_attributes
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.errors import IntegrationError
+from isograd.errors import IntegrationError, IsogradError
 from isograd.integrations.optimizer import (
     EngineOptimizer,
     TrainedModule,
@@ -32,7 +30,7 @@ from isograd.integrations.optimizer import (
 )
 from isograd.integrations.shared_rows import CutStrategy, part_of_state, whole_state
 from isograd.integrations.weights import LabelCounter, rows_in
-from isograd.integrations.world import FailureReport, failed_rank_error, name_failed_rank_in_forward, refuse
+from isograd.integrations.world import FailureReport, name_failed_rank_in_forward, refuse, rejoin
 
 if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
     import pytorch_lightning as lightning
@@ -49,7 +47,7 @@ NAME = "isograd"
 class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     """Takes the place of "ddp", "fsdp" and "deepspeed" in a Lightning Trainer: docs/integrations/lightning.md."""
 
-    strategy_name = NAME
+    strategy_name, loop = NAME, "Lightning"
     model_axes = "dp cp tp ep pp"
     optimizers: list[Any]
     model: Any
@@ -95,10 +93,16 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         """Nothing is wrapped."""
 
     def connect(self, model: Any) -> None:
-        """Lightning's, before it meets the other ranks: they may still be in the step in which a fit ended here."""
-        for left in _left.pop(model, ()):
-            left.discard()
+        """Lightning's. Where an exception has ended a fit, here or on another rank, all ranks meet in a new world."""
+        if rejoin():
+            for made in ("mesh", "_cut_models"):
+                self.__dict__.pop(made, None)
         super().connect(model)
+
+    def setup_environment(self) -> None:
+        """Lightning's, which joins the world. From here on a rank that fails is named."""
+        super().setup_environment()
+        self._loop = FailureReport(self.mesh)
 
     def setup(self, trainer: Any) -> None:
         """Lightning's. Behind a fit at ZeRO 3 a module that is looked at or validated is whole for it."""
@@ -150,24 +154,13 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         if not module.automatic_optimization:  # module.clip_gradients asks before each step
             self.optimizers = [EngineOptimizer(engine, one.stepped, one.zeroed) for engine, one in made.items()]
             self.precision_plugin.clip_grad_by_norm = lambda asked, clip_val: made[asked.engine].clips(clip_val)
-        self._loop = FailureReport(mesh)
-        self._loop.begin()
 
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's, of any exception that ends the fit. One of a lost connection names the rank that has ended."""
         super().on_exception(exception)
-        engines = self._engines
-        over = bool(engines) and self.lightning_module.trainer.fit_loop.done  # no rank waits in a step
-        if engines and not over and not any(engine.step_state.already_discarded for engine in engines):
-            for engine in engines:
-                engine.step_state.fail(exception)
-            if len(engines) > 1:  # a discard may meet a `zero_grad` of the others, and tell them nothing
-                leave(f"a fit of several optimizers ended in a step: {type(exception).__name__}")
-            _left[self.lightning_module] = engines if len(engines) == 1 else []
+        alike = isinstance(exception, IsogradError) and not self._engines  # refused on all ranks
         if self._loop is not None:
-            if (found := failed_rank_error(exception, self._loop.mesh)) is not None:
-                raise found from exception
-            self._loop.fail(exception)
+            self._loop.fail(exception, alike or any(engine.step_state.already_discarded for engine in self._engines))
 
     def teardown(self) -> None:
         """Lightning's, when the fit is over; what an engine holds stays on its device, as FSDP's does."""
@@ -214,12 +207,10 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
     ) -> Tensor:
         """Lightning's hooks around the engine's backward. weight: of `self.manual_backward(loss, weight=...)`."""
         if args or kwargs:
-            seen, fix = (
-                f"backward with {', '.join(kwargs) or 'positions'}",
-                "a forward for each loss, and toggle_optimizer",
+            fix = "a forward for each loss, and toggle_optimizer"
+            self._refuse(
+                f"backward with {', '.join(kwargs) or 'positions'}", "self.manual_backward(loss, weight=count)", fix
             )
-            expected, where = "self.manual_backward(loss, weight=count)", self.mesh.describe_rank()
-            raise IntegrationError("IG866", seen=seen, expected=expected, fix=fix, where=where, loop="Lightning")
         module, precision = self.lightning_module, self.precision_plugin
         closure_loss = precision.pre_backward(closure_loss, module)
         divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
@@ -264,6 +255,14 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The closure (forward and backward), Lightning's hooks, and the engine's step, which clips."""
+        trains = {e: any(slot.parameter.requires_grad for slot in e.plan.slots) for e in self._engines}
+        if len(trains) > 1 and not trains[optimizer.engine]:
+            names = {engine: repr(name) for name, engine in self.engines.items()}
+            mine, other = names[optimizer.engine], next((names[e] for e in trains if trains[e]), "another")
+            fix = f"self.untoggle_optimizer(optimizer), that of {other}, before the optimizer of {mine} steps"
+            self._refuse(
+                f"a step of {mine}, which toggle_optimizer of {other} has frozen", "a step of what trains", fix
+            )
         result = closure()
         if self.mesh.size("pp") > 1:
             micros, self._cut_models.waiting[:] = self._cut_models.waiting[:], []
@@ -276,8 +275,8 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     def _engine_of(self, asked: str) -> Engine:
         if self.engine is None:
-            seen, fix = f"LightningStrategy.{asked} before fit has set up", "ig.integrations.FabricStrategy for Fabric"
-            raise IntegrationError("IG866", seen=seen, expected="trainer.fit(module)", fix=fix, loop="a program")
+            fix = "ig.integrations.FabricStrategy for Fabric"
+            self._refuse(f"LightningStrategy.{asked} before fit has set up", "trainer.fit(module)", fix)
         return self.engine
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -321,9 +320,6 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(state_folder(filepath), ignore_errors=True)
-
-
-_left: WeakKeyDictionary[Any, list[Engine]] = WeakKeyDictionary()  # by module: of a fit that ended within a step
 
 
 def _member_of(module: Any, optimizer: Any, mesh: Mesh) -> Any:

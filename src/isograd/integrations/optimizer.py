@@ -103,21 +103,17 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Of whole parameters only; of rows it would be one rank's part."""
-        if self.engine.mesh.layout.zero:
-            self._refuse(
-                "state_dict",
-                "a checkpoint of all ranks' rows: the integration's own saving, or ig.checkpoint.CheckpointManager",
-            )
-        return self.engine.optimizer.state_dict()
+        return self._of_whole("state_dict").state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Into whole parameters only."""
+        self._of_whole("load_state_dict").load_state_dict(state_dict)
+
+    def _of_whole(self, called: str) -> torch.optim.Optimizer:
         if self.engine.mesh.layout.zero:
-            self._refuse(
-                "load_state_dict",
-                "a checkpoint that all ranks load: the integration's, or ig.checkpoint.CheckpointManager",
-            )
-        self.engine.optimizer.load_state_dict(state_dict)
+            own = "the integration's own, or ig.checkpoint.CheckpointManager"
+            self._refuse(called, f"a checkpoint that all ranks save and load: {own}")
+        return self.engine.optimizer
 
     def _refuse(self, called: str, expected: str) -> NoReturn:
         seen = f"optimizer.{called} under {str(self.engine.mesh.layout)!r}"

@@ -217,7 +217,7 @@ class CutStrategy:
     """What Lightning's and Fabric's strategies share: the mesh of a layout, and whose rows each rank gets."""
 
     layout: str | None
-    model_axes = "dp cp tp ep"  # of a layout
+    model_axes, loop = "dp cp tp ep", "Fabric"  # of a layout; whose strategy it is
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -227,6 +227,10 @@ class CutStrategy:
     @cached_property
     def _cut_models(self) -> CutModels:
         return CutModels(self.mesh)
+
+    def _refuse(self, seen: str, expected: str, fix: str = OTHERWISE) -> NoReturn:
+        where = self.mesh.describe_rank()
+        raise IntegrationError("IG866", seen=seen, expected=expected, fix=fix, where=where, loop=self.loop)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

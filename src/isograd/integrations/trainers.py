@@ -25,7 +25,7 @@ from isograd.core.attributes import set_attributes
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Stats
-from isograd.errors import EngineError, IntegrationError
+from isograd.errors import EngineError, IntegrationError, IsogradError
 from isograd.hf import shard
 from isograd.hf.context_parallel import scores_rows
 from isograd.hf.export import export_hf
@@ -42,7 +42,7 @@ from isograd.integrations.shared_rows import (
     reasons_of_shared_rows,
 )
 from isograd.integrations.weights import labels_in, routed_in, rows_in, shifts_labels
-from isograd.integrations.world import layout_of_parallelism, mesh_for, refuse, reports_failures, store_failure
+from isograd.integrations.world import layout_of_parallelism, mesh_for, refuse, rejoin, reports_failures, store_failure
 
 FOLDER = "isograd"  # of the engine's state, inside the Trainer's folder of a checkpoint
 STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
@@ -56,6 +56,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     model_axes = "dp cp tp ep pp"  # of a layout
     args: Any
     optimizer: Any
+    lr_scheduler: Any
     _signature_columns: list[str]
     loss_is_scaled_for_ga = True  # "do not divide by accumulation steps"
     divides_by_step = True  # whether a loss that says this of itself divides by counts of the whole step
@@ -190,8 +191,11 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         return schedule
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's."""
-        with reports_failures(self.mesh):
+        """The Trainer's. Where an exception has ended a training, all ranks begin anew, with another engine."""
+        if rejoin():
+            self.mesh, self.lr_scheduler = Mesh(self.mesh.layout), None
+            self.optimizer = None if isinstance(self.optimizer, EngineOptimizer) else self.optimizer
+        with reports_failures(self.mesh, self._told):
             return super().train(*args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -289,13 +293,9 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         self.current_gradient_accumulation_steps = 1  # TRL divides its balance loss by it
         self._weighs = True
         try:
-            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        except Exception as error:
-            self._report_failure(error)
-            raise
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
         finally:
             self._router_losses, self._weighs = [], False
-        return loss
 
     def _training_step_of_stages(self, inputs: Any) -> Tensor:
         """Behind the last micro-batch of a step all of them run; the loss that is logged is that of the step."""
@@ -307,21 +307,20 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
                 self.engine.accumulate(micros)
         return torch.zeros((), device=self.args.device)
 
-    def _report_failure(self, error: Exception) -> None:
-        """Tell the other ranks, which wait at their step, that this one failed. (A loss that communicates may have them
-        wait elsewhere: then the error alone ends this rank.)"""
+    def _told(self, error: BaseException) -> bool:
+        """Tell the other ranks that this one failed, where they come to their step next: they have all of its
+        micro-batches, and no layer or loss that communicates may have them wait elsewhere."""
         from transformers.trainer import Trainer
 
-        plain = all(
-            "compute_loss" not in vars(kind)
-            for kind in type(self).__mro__
-            if issubclass(kind, Trainer) and kind is not Trainer
-        )
+        plain = not self.mesh.layers_wait and type(self).compute_loss is Trainer.compute_loss
+        if not isinstance(self.optimizer, EngineOptimizer) or not self._micros:
+            return isinstance(error, IsogradError)  # refused on all ranks
         step_state = self.engine.step_state
-        if plain and not step_state.already_discarded:
+        if plain and isinstance(error, Exception) and not step_state.already_discarded:
             store_failure(self.mesh.rank, error)  # at ZeRO 3 the others meet this rank before their step
             step_state.fail(error)
             self.engine.discard()
+        return step_state.already_discarded
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
         """In the place of accelerate's: no division, and a weight."""
@@ -367,7 +366,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
 
     def _stepped(self, stats: Stats) -> None:
         """The sum that the Trainer logs from gets the loss of the step, as it is on one device."""
-        before, self._loss_before = self._loss_before, None
+        before, self._loss_before, self._micros = self._loss_before, None, []
         if before is not None:
             steps = 1 + self.state.global_step - self._globalstep_last_logged
             shown = (

@@ -348,7 +348,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
                     shutil.rmtree(old / part, ignore_errors=True)
                 with suppress(OSError):  # verl's loader has files of its own there
                     old.rmdir()
-        raw.barrier(self.mesh.group("world"))
+        raw.all_reduce(torch.zeros(1), self.mesh.host_group("world"))  # no rank goes on before
 
     def _describe(self, place: Path) -> None:
         model = self.module

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from isograd.comm.world import clone_store, is_lost_connection, store_get, store
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.errors import IntegrationError, IsogradError
+from isograd.errors import IntegrationError, IsogradError, headline
 
 OPTION = "--isograd"
 
@@ -122,7 +122,7 @@ def refuse(reasons: dict[str, Any], what: str, fix: str, mesh: Mesh) -> None:
 
 
 class FailureReport:
-    """A foreign loop of all ranks, between `begin` and `end`, or an exception (`fail`).
+    """A foreign loop of all ranks, until its `end`, or an exception (`fail`).
 
     The rank that fails notes its error in the store where the ranks met; the others, which lose their connection to
     it, read it there (`name_failed_rank`). Without torchrun's agent the store is rank 0's and ends with it: so while a
@@ -132,9 +132,6 @@ class FailureReport:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._over = threading.Event()
-
-    def begin(self) -> None:
-        """Nothing has failed."""
         store_set(f"{ENDED}{self.mesh.rank}", "")
         _rank_0_failure.clear()
         line = _line_to_rank_0() if self.mesh.rank else None
@@ -145,23 +142,35 @@ class FailureReport:
         """The loop is over."""
         self._over.set()
 
-    def fail(self, error: BaseException) -> None:
-        """Note the error with which this rank leaves the loop."""
+    def fail(self, error: BaseException, told: bool) -> None:
+        """Note the error with which this rank leaves the loop; of a lost connection, raise IG870, which names the rank
+        that has ended. `told`: all know it. Else others may wait anywhere: this rank's connections are closed."""
+        found = failed_rank_error(error, self.mesh)
         store_failure(self.mesh.rank, error)
         _failed.append(self)
+        if self.mesh.layout.world_size > 1 and not told:
+            world.leave(headline(error))
+        if found is not None:
+            raise found from error
+
+
+def rejoin() -> bool:
+    """Before a further loop: whether an exception had ended one, here or on another rank. All meet in a new world."""
+    if ended := store_get(world.ABORTED):
+        world.leave(ended, tell=False)
+        world.world()
+    return bool(ended)
 
 
 @contextmanager
-def reports_failures(mesh: Mesh) -> Iterator[None]:
-    """A foreign loop of all ranks. When an exception ends it on one of them, and others lose their connection to that
-    one, they raise IG870, which names the rank and its error, in the place of the backend's own."""
+def reports_failures(mesh: Mesh, told: Callable[[BaseException], bool]) -> Iterator[None]:
+    """A foreign loop of all ranks. When an exception ends it on one of them, the others raise IG870, which names the
+    rank and its error. told: whether all ranks know of an error."""
     loop = FailureReport(mesh)
-    loop.begin()
     try:
-        with name_failed_rank(mesh):
-            yield
-    except Exception as error:
-        loop.fail(error)
+        yield
+    except BaseException as error:
+        loop.fail(error, told(error))
         raise
     finally:
         loop.end()
@@ -215,8 +224,7 @@ def name_failed_rank(mesh: Mesh) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, IsogradError) as error:
-        found = failed_rank_error(error, mesh)
-        if found is None:
+        if (found := failed_rank_error(error, mesh)) is None:
             raise
         raise found from error
 
