@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import isograd as ig
 from isograd.comm import world
 
+from . import toys
 from .worlds import as_torchrun_starts_it
 
 pytest.importorskip("accelerate")
@@ -101,16 +102,25 @@ def one_device(weighed: bool) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def moved_by_prepare() -> list[str]:
+def moved(folder: str) -> list[str]:
+    """Parameters that have other memory behind `prepare`, or in a Trainer."""
+    from transformers import Trainer
+
+    found = []
     with as_torchrun_starts_it():
-        accelerator, model = ig.integrations.Accelerator(cpu=True), net()
-        before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        return [name for name, parameter in model.named_parameters() if parameter.data_ptr() != before[name]]
+        accelerator = ig.integrations.Accelerator(cpu=True)
+        for model, takes in (
+            (net(), lambda model: accelerator.prepare(model, torch.optim.AdamW(model.parameters()))),
+            (toys.model(), lambda model: ig.integrations.trainer(Trainer)(model, toys.arguments(folder, 2, 2))),
+        ):
+            before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+            takes(model)
+            found += [name for name, parameter in model.named_parameters() if parameter.data_ptr() != before[name]]
+    return found
 
 
-def test_a_model_on_the_cpu_is_not_copied_to_accelerates_cpu_0(worlds) -> None:
-    assert worlds(2).run(moved_by_prepare) == [[], []]
+def test_a_model_on_the_cpu_is_not_copied_to_accelerates_cpu_0(worlds, tmp_path: Path) -> None:
+    assert worlds(2).run(moved, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -232,8 +232,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         return self.mesh.size("tp") * self.mesh.size("pp")
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The Trainer's. At zero3 the engine fills a model of `ig.hf.load`, which has no values before."""
-        if not any(parameter.is_meta for parameter in model.parameters()):
+        """The Trainer's. At zero3 the engine fills a model of `ig.hf.load`; to accelerate's "cpu:0" all is copied."""
+        if not any(p.is_meta or p.device.type == device.type == "cpu" for p in model.parameters()):
             super()._move_model_to_device(model, device)
 
     def _set_signature_columns_if_needed(self) -> None:
