@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import isograd as ig
 from isograd.comm import world
 
+from . import toys
 from .worlds import as_lightning_finds_it, as_torchrun_starts_it
 
 pytest.importorskip("accelerate")
@@ -257,3 +258,67 @@ def test_a_step_in_which_a_rank_fails_is_dropped_on_all_and_the_next_ones_are_ri
             assert said[2:] == [""] * (STEPS - 2), what
             for name, value in one_device([0, 2, 3]).items():
                 assert torch.allclose(parameters[name], value, rtol=1e-9, atol=1e-12), what
+
+
+TRAINERS = [("on_step_begin", (1,)), ("on_step_end", (1,)), ("on_step_end", (0, 1)), ("on_prediction_step", (0,))]
+
+
+def by_a_trainer(layout: str, faults: list[tuple[str, tuple[int, ...]]], folder: str) -> list[Any]:
+    """Behind an exception in a callback: training again from the first weights, of the same Trainer or a new one."""
+    from transformers import Trainer, TrainerCallback
+
+    def made(callbacks: list[Any]) -> Any:
+        options = toys.arguments(folder, 2, 2, dataloader_pin_memory=False, eval_strategy="steps", eval_steps=1)
+        return ig.integrations.trainer(Trainer, layout)(
+            toys.model(), options, train_dataset=toys.Rows(16), eval_dataset=toys.Rows(8), callbacks=callbacks,
+            compute_loss_func=toys.exact,
+        )  # fmt: skip
+
+    def trained(trainer: Any) -> dict[str, Tensor]:
+        trainer.train()
+        with trainer._full_parameters():
+            return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+    found: list[Any] = []
+    with as_torchrun_starts_it():
+        clean = trained(made([]))
+        for hook, ranks in faults:
+            callback, armed = TrainerCallback(), [world.world()[0] in ranks]
+
+            def fault(*_: Any, armed: list[bool] = armed, **__: Any) -> None:
+                if armed.pop() if armed else False:
+                    raise Halt("in a callback")
+
+            setattr(callback, hook, fault)
+            trainer, said = made([callback]), list[str]()
+            first = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+            for again in range(3):
+                try:
+                    found.append((said, trained(trainer), clean))
+                    break
+                except Exception as error:
+                    said.append(str(error))
+                trainer = made([]) if again and layout == "zero3" else trainer
+                if layout != "zero3":
+                    trainer.model.load_state_dict(first)
+                torch.manual_seed(1)  # as a Trainer begins: data are drawn by it
+    return found
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_behind_an_exception_of_a_callback_a_trainer_begins_anew_on_all_ranks(
+    worlds, tmp_path: Any, layout: str
+) -> None:
+    """At zero3, where each rank has rows alone, the same one is refused on all, and a new one is right."""
+    faults = TRAINERS if layout == "zero1" else TRAINERS[1:2]
+    for rank, each in enumerate(worlds(2).run(by_a_trainer, layout, faults, str(tmp_path))):
+        for (hook, ranks), (said, state, clean) in zip(faults, each, strict=True):
+            what = (hook, ranks, rank, said)
+            assert said[0] == "in a callback" if rank in ranks else said[0].startswith(("IG550", "IG870", "IG213")), (
+                what
+            )
+            assert len(said) == (2 if layout == "zero3" else 1) and said[-1].startswith("IG207") == (len(said) > 1), (
+                what
+            )
+            for name, value in clean.items():
+                assert torch.allclose(state[name], value, rtol=1e-9, atol=1e-12), (name, *what)

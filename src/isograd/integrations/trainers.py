@@ -11,7 +11,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -310,16 +310,15 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     def _told(self, error: BaseException) -> bool:
         """Tell the other ranks that this one failed, where they come to their step next: they have all of its
         micro-batches, and no layer or loss that communicates may have them wait elsewhere."""
-        from transformers.trainer import Trainer
-
-        plain = not self.mesh.layers_wait and type(self).compute_loss is Trainer.compute_loss
+        plain = not self.mesh.layers_wait and type(self).compute_loss.__module__ == "transformers.trainer"
         if not isinstance(self.optimizer, EngineOptimizer) or not self._micros:
             return isinstance(error, IsogradError)  # refused on all ranks
         step_state = self.engine.step_state
         if plain and isinstance(error, Exception) and not step_state.already_discarded:
             store_failure(self.mesh.rank, error)  # at ZeRO 3 the others meet this rank before their step
             step_state.fail(error)
-            self.engine.discard()
+            with suppress(IsogradError):  # of a connection that is lost
+                self.engine.discard()
         return step_state.already_discarded
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
