@@ -159,10 +159,7 @@ def read(recipe: Recipe, part: InputPart) -> Iterator[str]:
     if not path.is_file() or path.stat().st_size != one.bytes or path.stat().st_mtime_ns != one.modified_ns:
         raise changed(one.path)
     if path.suffix == ".parquet":
-        keys = ("messages", "conversations", "instruction")
-        rows = _read_rows(path, part, keys, FORMS) if recipe.template else ()
-        yield from (json.dumps(_filled(row), ensure_ascii=False, default=str) for row in rows)  # fields with a value
-        yield from () if recipe.template else _rows(path, part, recipe.text_key)
+        yield from _conversations(path, part) if recipe.template else _rows(path, part, recipe.text_key)
         return
     if _is_array(path):
         texts = (json.dumps(item, ensure_ascii=False) for item in _array(path, part.largest))
@@ -365,6 +362,12 @@ def _parquet(path: Path) -> Any:
 def _rows(path: Path, part: InputPart, key: str) -> Iterator[str]:
     for row in _read_rows(path, part, (key,)):
         yield _string(row[key], lambda seen: _no_parquet(path, seen, f"text in column {key!r}"))
+
+
+def _conversations(path: Path, part: InputPart) -> Iterator[str]:
+    """Rows as JSON. Every row of a parquet file has the fields of all rows: those without a value are left out."""
+    for row in _read_rows(path, part, ("messages", "conversations", "instruction"), FORMS):
+        yield json.dumps(_filled(row), ensure_ascii=False, default=str)
 
 
 def _filled(value: Any) -> Any:

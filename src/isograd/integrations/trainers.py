@@ -195,7 +195,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         if rejoin():
             self.mesh, self.lr_scheduler = Mesh(self.mesh.layout), None
             self.optimizer = None if isinstance(self.optimizer, EngineOptimizer) else self.optimizer
-        with reports_failures(self.mesh, self._told):
+        with reports_failures(self.mesh, self._others_know):
             return super().train(*args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -307,7 +307,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
                 self.engine.accumulate(micros)
         return torch.zeros((), device=self.args.device)
 
-    def _told(self, error: BaseException) -> bool:
+    def _others_know(self, error: BaseException) -> bool:
         """Tell the other ranks that this one failed, where they come to their step next: they have all of its
         micro-batches, and no layer or loss that communicates may have them wait elsewhere."""
         plain = not self.mesh.layers_wait and type(self).compute_loss.__module__ == "transformers.trainer"

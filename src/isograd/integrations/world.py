@@ -177,7 +177,7 @@ def reports_failures(mesh: Mesh, told: Callable[[BaseException], bool]) -> Itera
 
 
 ENDED, HEARD = "ended/", "heard/"  # and a rank: the error with which it has left a loop; that of rank 0 that it knows
-OF_OTHERS = ("IG213", "IG215", "IG550", "IG572", "IG870")  # the errors of a rank that is well
+OF_OTHERS = ("IG213", "IG215", "IG550", "IG571", "IG572", "IG870")  # the errors of a rank that is well
 PATIENCE = 3.0  # seconds that rank 0 waits for the others to know its error
 _failed: list[FailureReport] = []  # of this process
 _rank_0_failure: list[str] = []  # of rank 0, whose store may have ended with it
@@ -236,9 +236,9 @@ def name_failed_rank_in_forward(engine: Engine) -> None:
 
 
 def failed_rank_error(error: BaseException, mesh: Mesh) -> IntegrationError | None:
-    """IG870, of a backend's error of a connection that is lost; and of IG572, at ZeRO 3, where this rank has met one
-    that has failed at another place. None of any other error."""
-    elsewhere = isinstance(error, IsogradError) and error.code in ("IG213", "IG572")
+    """IG870, of a backend's error of a connection that is lost; and at ZeRO 3 of IG571 and IG572, where this rank
+    has met one that has failed. None of any other error."""
+    elsewhere = isinstance(error, IsogradError) and error.code in ("IG213", "IG571", "IG572")
     if not elsewhere and not is_lost_connection(error):
         return None
     said = "; ".join(f"rank 0: {words}" for words in _rank_0_failure)
