@@ -4,8 +4,9 @@
     python scripts/full.py --minutes 15
     python scripts/full.py --stale       what `make lint` says of it
 
-A piece is a folder of tests. notes/full.md and notes/full.json have for each piece the commit that it ran at, the day,
-the processor, and its numbers: a piece that ran within the last 200 commits counts.
+A piece is a folder of tests, or "peers": what `make test-peers` has an environment for. notes/full.md and notes/full.json
+have for each piece the commit that it ran at, the day, the processor, and its numbers: a piece that ran within the last
+200 commits counts.
 """
 
 from __future__ import annotations
@@ -27,22 +28,25 @@ from xml.etree import ElementTree
 STATE, PAGE = Path("notes/full.json"), Path("notes/full.md")
 KEEPS = 200  # commits for which a piece counts
 TREES = ("tests", "verify/tests")
+PEERS, MARK = ".venv-peers/bin/python", "mark." + "peers"
 
 
 def pieces() -> dict[str, list[str]]:
-    """{folder: its own test files}, of all folders of tests."""
+    """{folder: its own test files}, of all folders of tests; {"peers": the files that have tests of peers}."""
     found: dict[str, list[str]] = {}
     for tree in TREES:
         for file in sorted(Path(tree).rglob("test_*.py")):
             found.setdefault(str(file.parent), []).append(str(file))
-    return found
+    peers = [file for files in found.values() for file in files if MARK in Path(file).read_text()]
+    return found | ({"peers": peers} if peers else {})
 
 
-def run(files: list[str]) -> dict[str, Any]:
+def run(name: str, files: list[str]) -> dict[str, Any]:
     """One pytest of these files: how many passed, failed and were skipped, in how many seconds, and which failed."""
+    python = [PEERS, "-m", "pytest", "-m", "peers"] if name == "peers" else [sys.executable, "-m", "pytest"]
     with TemporaryDirectory() as folder:
         report, began = Path(folder) / "report.xml", time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
+        command = [*python, "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
         code = subprocess.run(command, check=False, env=os.environ | {"RANKS": "gloo"}).returncode
         seconds = round(time.monotonic() - began)
         if code not in (0, 1, 5) or not report.exists():  # tests failed: 1; there is none: 5
@@ -139,12 +143,15 @@ def main() -> int:
         print("commit first, a result belongs to a commit:", *changed, sep="\n", file=sys.stderr)
         return 2
     commit, todo = git("rev-parse", "HEAD"), left()
+    if "peers" in todo and not Path(PEERS).exists():
+        print(f"no {PEERS}: `make full` makes it", file=sys.stderr)
+        return 2
     STATE.parent.mkdir(exist_ok=True)
     for number, (name, files) in enumerate(todo.items(), 1):
         if number > 1 and time.monotonic() > limit:
             break
         print(f"[{number} of {len(todo)}] {name}", flush=True)
-        found = {"commit": commit, "day": str(date.today()), "processor": processor()} | run(files)
+        found = {"commit": commit, "day": str(date.today()), "processor": processor()} | run(name, files)
         done = {at: one for at, one in state().items() if at in pieces()} | {name: found}
         written = STATE.with_suffix(".new")
         written.write_text(json.dumps(done, indent=1, sort_keys=True) + "\n")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -22,6 +22,8 @@ from isograd.launcher.launch import World
 
 from . import sizes
 from .cpu_times import CpuTimes
+
+Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,6 +45,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     sizes.mark(item)
+
+
+def not_skipped(report: Report) -> Report:
+    """The environment of `make test-peers` is there so that nothing is skipped: what is, for a package that is missing or
+    does not load, has failed."""
+    if report.skipped and not hasattr(report, "wasxfail") and Path(sys.prefix, "peers").exists():
+        report.outcome, report.longrepr = "failed", f"skipped, where nothing may be: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[None]:
+    return not_skipped((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    return not_skipped((yield))
 
 
 class Turns:

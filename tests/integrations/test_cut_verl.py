@@ -24,7 +24,7 @@ pytest.importorskip("verl")
 
 from . import test_verl_worker as whole
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.peers
 SEQUENCES = 6
 
 

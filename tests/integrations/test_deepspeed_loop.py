@@ -298,6 +298,7 @@ def test_the_loader_deals_out_all_rows_and_a_client_brings_its_own_optimizer_and
     assert engine.get_lr() == [0.25]
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
 @pytest.mark.parametrize("kind", ["log", "linear"])
 def test_schedules_are_deepspeeds_own_where_it_is_installed(name: str, kind: str) -> None:

@@ -174,7 +174,7 @@ MODES = {"token-mean": "tokens", "seq-mean-token-mean": "sequences", "seq-mean-t
          "seq-mean-token-sum-norm": "length"}  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.peers
 @pytest.mark.parametrize("mode", MODES)
 def test_a_token_of_verls_losses_counts_as_often_as_the_table_says(mode: str) -> None:
     pytest.importorskip("verl")

@@ -25,6 +25,7 @@ def test_the_tested_version_is_pinned_shown_and_offered_by_an_extra(package: str
     assert re.search(rf"^\| {package} \| {re.escape(TESTED[package])} \|", page, re.MULTILINE)
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("package", INTEGRATIONS)
 def test_tests_of_doors_run_with_the_pinned_version_where_it_is_installed(package: str) -> None:
     try:

@@ -1,4 +1,4 @@
-"""The loop of examples/ray_train.py in Ray's TorchTrainer: Ray is installed beside, which takes a minute."""
+"""The loop of examples/ray_train.py in Ray's TorchTrainer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -16,19 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+pytest.importorskip("ray")
 ROOT = Path(__file__).parents[2]
 STEPS = 30
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory) -> Path:
-    """A Python with Ray and all that this one has."""
-    home = tmp_path_factory.mktemp("ray")
-    subprocess.run([sys.executable, "-m", "venv", home], check=True)
-    library = next((home / "lib").glob("python*")) / "site-packages"
-    (library / "shared.pth").write_text(sysconfig.get_path("purelib"))
-    subprocess.run([home / "bin" / "python", "-m", "pip", "install", "-q", "ray[train]==2.60.0"], check=True)
-    return home / "bin" / "python"
 
 
 def losses_of_one_device() -> list[float]:
@@ -46,11 +35,12 @@ def losses_of_one_device() -> list[float]:
     return found
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True], ids=["undisturbed", "a worker dies"])
-def test_a_loop_in_ray_trains_as_one_device_also_when_a_worker_dies(python, tmp_path, dies) -> None:
+def test_a_loop_in_ray_trains_as_one_device_also_when_a_worker_dies(tmp_path, dies) -> None:
     command = [
-        python,
+        sys.executable,
         ROOT / "examples" / "ray_train.py",
         "--folder",
         tmp_path / "run",

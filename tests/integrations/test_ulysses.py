@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -222,7 +223,26 @@ def test_the_case_of_neox_is_right(tmp_path: Path) -> None:
     assert (tmp_path / "neox.png").stat().st_size > 10_000
 
 
-def run(words: list[str]) -> None:
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("deepspeed_5664.py", ["right"] * 12),
+        pytest.param("deepspeed_5248.py", ["1.3 to 2.0", "1.3 to 2.0", "0.6 to 1.0"], marks=pytest.mark.slow),
+    ],
+)
+def test_deepspeed_itself_does_what_the_page_says(script: str, said: list[str]) -> None:
+    pytest.importorskip("deepspeed")
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    told = run([*words, f"examples/founding/{script}", "--there"])
+    page = (ROOT / "docs" / "founding.md").read_text()
+    found = re.findall(r"heads: (.*)|factors (\S+) to (\S+),", told)
+    assert [right or f"{float(low):.1f} to {float(high):.1f}" for right, low, high in found] == said
+    assert "| deepspeed 0.19.8 | right | right |" in page and all(one in page for one in said)
+
+
+def run(words: list[str]) -> str:
     told = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=ROOT, env=told, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout

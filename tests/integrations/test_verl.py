@@ -17,7 +17,7 @@ from isograd.comm import world
 from isograd.errors import IsogradError
 
 pytest.importorskip("verl")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.peers
 VOCAB, SEQUENCES, STEPS = 43, 8, 3
 OPTIONS = {
     "lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip_grad": 0.5, "lr_warmup_steps": 1,

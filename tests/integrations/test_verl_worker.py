@@ -15,7 +15,7 @@ from isograd.comm import world
 from isograd.errors import IsogradError
 
 pytest.importorskip("verl")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.peers
 VOCAB, SEQUENCES, STEPS, COUNTED = 41, 8, 3, "response_mask"
 PROMPTS, RESPONSES = [2, 4, 1, 3, 5, 2, 1, 3], [1, 9, 3, 7, 2, 11, 6, 1]
 OPTIONS = {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip_grad": 0.3, "lr_warmup_steps": 2}
