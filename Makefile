@@ -58,7 +58,7 @@ test: $(STAMP) chromium
 fuzz: $(STAMP)
 	ISOGRAD_FUZZ_SECONDS=30 $(RUN) -m pytest -n $(WORKERS) -k mutations tests/test_outside.py
 
-# verl's own workers, DeepSpeed's own schedules: what `make test` cannot import. Nothing is skipped here.
+# Tests of verl's own workers, DeepSpeed's own schedules, ...: what `make test` cannot import. Here nothing is skipped.
 test-peers: $(BESIDE)
 	$(PEERS)/bin/python -m pytest -m "peers and not slow" $$(grep -rl --include='test_*.py' 'mark\.peers' tests)
 

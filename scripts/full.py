@@ -4,9 +4,9 @@
     python scripts/full.py --minutes 15
     python scripts/full.py --stale       what `make lint` says of it
 
-A piece is a folder of tests, or "peers": what `make test-peers` has an environment for. notes/full.md and notes/full.json
-have for each piece the commit that it ran at, the day, the processor, and its numbers: a piece that ran within the last
-200 commits counts.
+A piece is a folder of tests, or "peers": what `make test-peers` has an environment for. notes/full.md and
+notes/full.json have for each piece the commit that it ran at, the day, the processor, and its numbers: a piece that ran
+within the last 200 commits counts.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
@@ -48,20 +48,20 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def not_skipped(report: Report) -> Report:
-    """The environment of `make test-peers` is there so that nothing is skipped: what is, for a package that is missing or
-    does not load, has failed."""
+    """A test that is skipped in the environment of `make test-peers`, where a package is missing or does not load, has
+    failed."""
     if report.skipped and not hasattr(report, "wasxfail") and Path(sys.prefix, "peers").exists():
         report.outcome, report.longrepr = "failed", f"skipped, where nothing may be: {report.longrepr}"
     return report
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report() -> Iterator[None]:
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     return not_skipped((yield))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Iterator[None]:
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     return not_skipped((yield))
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import not_skipped
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "full.py"
 FILES = {
@@ -59,6 +61,37 @@ def test_pieces_run_one_after_another_and_those_that_have_not_for_longest_come_f
     known = tmp_path / "notes" / "full.json"
     known.write_text(re.sub(r'"commit": "\w+"', '"commit": "0123"', known.read_text()))  # of no history
     assert "3 of 3 folders of tests have not run within 200 commits" in call(tmp_path, "--stale").stdout
+
+
+@pytest.mark.medium
+def test_what_needs_peers_runs_in_the_environment_that_has_them(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / ".gitignore").write_text("__pycache__/\n.venv-peers\n")
+    (tmp_path / "tests").mkdir()
+    mark = "mark." + "peers"  # else `make test-peers` would read this file, too
+    test = f"import os, pytest\n\n@pytest.{mark}\ndef test_right():\n    assert 'BESIDE' in os.environ\n"
+    (tmp_path / "tests" / "test_one.py").write_text(test)
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "x")
+    refused = call(tmp_path)
+    assert refused.returncode == 2 and "no .venv-peers/bin/python: `make full` makes it" in refused.stderr
+    python = tmp_path / ".venv-peers" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nBESIDE=1 exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert call(tmp_path).returncode == 1
+    page = (tmp_path / "notes" / "full.md").read_text()
+    assert "\n| peers | 1 | 0 | 0 |" in page and "\n| tests | 0 | 1 | 0 |" in page
+
+
+def test_what_is_skipped_where_nothing_may_be_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> pytest.CollectReport:
+        return not_skipped(pytest.CollectReport("a", "skipped", ("test_a.py", 1, "could not import 'verl'"), []))
+
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert found().skipped
+    (tmp_path / "peers").touch()
+    assert found().failed and "could not import 'verl'" in str(found().longrepr)
 
 
 @pytest.mark.parametrize("tree", ["tests", "verify/tests"])
