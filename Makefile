@@ -60,7 +60,7 @@ fuzz: $(STAMP)
 
 # Tests of verl's own workers, DeepSpeed's own schedules, ...: what `make test` cannot import. Here nothing is skipped.
 test-peers: $(BESIDE)
-	$(PEERS)/bin/python -m pytest -m "peers and not slow" $$(grep -rl --include='test_*.py' 'mark\.peers' tests)
+	$(PEERS)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "peers and not slow" $$(grep -rl --include='test_*.py' 'mark\.peers' tests)
 
 full: $(STAMP) $(BESIDE) chromium
 	$(RUN) scripts/full.py

@@ -34,6 +34,7 @@ def test_the_notebook_is_the_page() -> None:
     assert all(line in shown for line in PAGE.splitlines() if line.startswith(("isograd ", "#")))
 
 
+@pytest.mark.peers
 def test_the_notebook_is_one_to_jupyter() -> None:
     nbformat = pytest.importorskip("nbformat")
     nbformat.validate(nbformat.reads(NOTEBOOK, as_version=4))

@@ -20,6 +20,7 @@ from isograd.io.safetensors_reader import SafetensorsReader
 from isograd.models import Transformer, TransformerConfig
 
 gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.peers
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "vocab_size": 264, "max_position_embeddings": 64, "tie_word_embeddings": False}
 
@@ -41,7 +42,7 @@ def folder_of(home: Path, kind: str, **more: Any) -> Any:
 def test_without_the_package_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     engine = Engine(
-        Transformer(TransformerConfig(vocab=264, hidden=16, layers=1, heads=2), Mesh("1")),
+        Transformer(TransformerConfig(vocab=264, hidden=16, layers=1, heads=2, mlp=32), Mesh("1")),
         Mesh("1"),
         lambda ps: torch.optim.SGD(ps, lr=0.1),
     )

@@ -109,7 +109,7 @@ def s3(server: type[Proxy], request: pytest.FixtureRequest) -> Iterator[StorePat
     server.fault = staticmethod(lambda method, path: "")
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
+@pytest.fixture(params=["memory", "file", pytest.param("s3", marks=pytest.mark.peers)])
 def home(request: pytest.FixtureRequest, tmp_path: Path) -> StorePath:
     if request.param == "s3":
         found: StorePath = request.getfixturevalue("s3")
@@ -189,6 +189,7 @@ def saved_and_resumed(url: str, layout: str, named: dict[str, str]) -> tuple[toy
     return truth, toys.resume(url, layout, stop=3), sorted(place_of(url).tree())  # type: ignore[arg-type,union-attr]
 
 
+@pytest.mark.peers
 def test_a_run_resumes_from_a_store_with_the_same_bits(worlds, server, s3: StorePath, capsys) -> None:
     truth, found, names = worlds(2).run(
         saved_and_resumed, s3.url, "dp2 zero1", {name: os.environ[name] for name in NAMED}
@@ -203,6 +204,7 @@ def test_a_run_resumes_from_a_store_with_the_same_bits(worlds, server, s3: Store
     assert SavedWeights(s3.url).has("embed.weight", (101, 24))
 
 
+@pytest.mark.peers
 def test_large_tensors_go_up_and_come_back_in_blocks_side_by_side(
     server, s3: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +245,7 @@ KILLS = FAST + [
 ]
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(("rank", "phase"), KILLS)
 def test_a_rank_that_is_killed_at_any_phase_loses_nothing(s3: StorePath, phase: str, rank: int) -> None:
     saved(s3, 1)
@@ -277,6 +280,7 @@ def failing(times: int, fault: str, method: str, part: str) -> Callable[[str, st
     return decide
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("fault", ["500", "cut", "cut after", "slow"])
 def test_requests_that_fail_once_are_asked_again(server, s3: StorePath, fault: str) -> None:
     """Of a rank's tensors, of the manifest, and one that reads."""
@@ -288,6 +292,7 @@ def test_requests_that_fail_once_are_asked_again(server, s3: StorePath, fault: s
     assert not any(way("PUT", "00001.safetensors manifest.json") or way("GET", "lock") for way in ways)
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("part", ["safetensors", pytest.param("00000.json", marks=pytest.mark.medium), "manifest.json"])
 def test_a_server_that_refuses_for_good_loses_nothing_and_is_told_without_credentials(
     server, s3: StorePath, monkeypatch: pytest.MonkeyPatch, part: str
@@ -308,6 +313,7 @@ def test_a_server_that_refuses_for_good_loses_nothing_and_is_told_without_creden
     assert SECRET not in str(error.value) and KEY not in str(error.value)
 
 
+@pytest.mark.peers
 def test_a_store_that_does_not_answer_is_no_damage(server, s3: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a resume would take an older checkpoint."""
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
@@ -324,6 +330,7 @@ def test_a_store_that_does_not_answer_is_no_damage(server, s3: StorePath, monkey
     assert found is not None and found.step == 2 and not found.skipped_damaged
 
 
+@pytest.mark.peers
 def test_bytes_that_change_in_the_store_are_damage(s3: StorePath) -> None:
     engine = toys.engine_of("1")
     with CheckpointManager(s3, engine) as keeper:

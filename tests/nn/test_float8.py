@@ -21,6 +21,7 @@ from isograd.nn import float8, use_float8
 from isograd.train import config as configs
 
 pytest.importorskip("torchao.float8")
+pytestmark = pytest.mark.peers
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 SMALL = dataclasses.replace(
     preset("tiny-llama"), hidden=64, mlp=96, heads=4, kv_heads=2, head_dim=16, layers=2, vocab=259

@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adafactor": {"lr": 0.05}, "lion": {"lr": 0.01}, "adamw_8bit": {"lr": 0.01},
     "schedule_free": {"lr": 0.01, "schedule": "constant"},
 }  # fmt: skip
-NAMES = list(OPTIONS)
+NAMES = [pytest.param(name, marks=[pytest.mark.peers] * (name in PACKAGES)) for name in OPTIONS]
 
 
 def need(name: str) -> None:
@@ -134,6 +134,7 @@ def averages(layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[st
     return seen[1], seen[2], seen[0]
 
 
+@pytest.mark.peers
 def test_schedule_free_is_evaluated_at_its_average_also_where_masters_have_memory_of_their_own(worlds) -> None:
     need("schedule_free")
     runs = [worlds(2).run(averages, f"dp2 zero{zero}")[0] for zero in (0, 1, 3)]

@@ -53,6 +53,7 @@ def over(config: Config, path: Path) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_matrix_is_packed_as_its_definition_says_and_as_bitsandbytes_does(bits: int) -> None:
     weight = torch.randn(37, 22, generator=torch.Generator().manual_seed(bits))

@@ -114,6 +114,7 @@ def test_mlflow_gets_the_config_and_every_number_at_its_step(tmp_path: Path, mon
     assert client.of("set_terminated") == [(("r",), {})]
 
 
+@pytest.mark.peers
 def test_wandb_itself_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setitem(os.environ, "WANDB_MODE", "offline")
@@ -126,6 +127,7 @@ def test_wandb_itself_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.
         time.sleep(0.1)
 
 
+@pytest.mark.peers
 def test_trackio_itself_writes_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TRACKIO_DIR", str(tmp_path / "store"))  # read when trackio is imported
     pytest.importorskip("trackio")
@@ -150,6 +152,7 @@ def test_mlflow_itself_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest
     assert run.data.params["optimizer.lr"] == "0.001"
 
 
+@pytest.mark.peers
 def test_tensorboard_itself_writes_a_file(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     send(config(tensorboard=True), tmp_path / "a")

@@ -162,6 +162,7 @@ def test_every_option_and_matryoshka_have_the_gradient_of_one_device(worlds) -> 
             assert kind == "DDP" or abs(value - loss) < 1e-12, label
 
 
+@pytest.mark.peers
 def test_the_options_are_those_of_sentence_transformers_and_mean_the_same() -> None:
     assert " ".join(inspect.signature(CachedInfoNCE).parameters) == f"{SIGNATURE} engine"
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses", reason="SIGNATURE is that of 6.2")
