@@ -5,8 +5,10 @@ parameters name a layout of more than two ranks is medium, without a mark; so is
 beginning of the name: tests of more than 0.5 s (`pytest --cpu-times FILE`, tests/cpu_times.py). A file marks its slow
 tests; slow.txt lists those beside which `make test` has another one of the same thing: it has 15 minutes on two cores,
 of which 8 are for the engine and what is not named here, 3 for the verifier, 2 for imagined_cuda, 1.5 for integrations
-and half a one for the fuzzer. Of a product of settings (`sized`), the cases in which every pair of values meets are
-medium, the rest are slow. With RANKS=gloo, as in `make full`, what runs on threads elsewhere runs on processes.
+and half a one for the fuzzer. Tests marked `peers` need packages of an environment of their own: those of them that are
+not slow run in `make test-peers`, which has 90 seconds. Of a product of settings (`sized`), the cases in which every
+pair of values meets are medium, the rest are slow. With RANKS=gloo, as in `make full`, what runs on threads elsewhere
+runs on processes.
 """
 
 from __future__ import annotations
