@@ -136,7 +136,7 @@ def main():
             print(f"{whose}, zero{stage}: factors {low:.3f} to {high:.3f}, largest error {worst:.1e}")
             print(f"    backward(loss / {SP}): {refused or 'taken'}" if not options.there else "", flush=True)
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    (deepspeed.comm if options.there else torch.distributed).destroy_process_group()
     return 0 if right or options.there else 1
 
 
