@@ -230,6 +230,34 @@ def test_a_classifier_of_rows_has_the_gradients_of_one_device(
                 assert float(error) < 1e-9, (name, float(error))
 
 
+def told(kind: str, layout: str) -> tuple[str, str]:
+    """What a Trainer of a classifier says of a layout: its error's code, and its fix."""
+    from transformers import GPT2Config, GPT2ForSequenceClassification, Trainer
+
+    shape = {"n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2, "num_labels": 3, "pad_token_id": VOCAB}
+    torch.manual_seed(0)
+    plain = GPT2ForSequenceClassification(GPT2Config(vocab_size=VOCAB + 1, **shape))
+    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as folder:
+        whole, data = classifier(True).float() if kind == "adapter" else plain, classes(8)
+        try:
+            made = ig.integrations.trainer(Trainer, layout)
+            made(whole, arguments(folder, 2, 1, max_steps=1), train_dataset=data).train()
+        except IsogradError as error:
+            return f"{error.code} {error.what}", error.fix or ""
+        return "trained", ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [("adapter", "IG440: this PeftModelForSequenceClassification"), ("gpt2", "IG463: GPT2ForSequenceClassification")],
+)
+def test_a_classifier_that_is_not_cut_names_itself_and_a_layout_that_trains_it(worlds, kind: str, code: str) -> None:
+    for said, fix in worlds(2).run(told, kind, "tp2"):
+        assert said.startswith(code[:5]) and code[7:] in said, said
+        layout = fix.split("'")[1]
+    assert worlds(2).run(told, kind, layout) == [("trained", "")] * 2
+
+
 def scored(loop: str, layout: str, accumulation: int) -> dict[str, Any]:
     """One step of a loop of accelerate's, Fabric's or DeepSpeed's documentation: gradients by name, and the loss."""
     with as_torchrun_starts_it():

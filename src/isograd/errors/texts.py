@@ -138,7 +138,7 @@ IG455: the scores of experts are NaN: no choice of experts means anything
             finite; no rank has stepped, so a checkpoint of the step before is good
 IG463: no tensor plan says how {name} is cut over tp
   expected: an architecture for which transformers ships a plan
-  fix:      leave tp out: dp, cp and zero0 to zero3 need no plan
+  fix:      the layout 'dp{size} zero3': dp, cp and zero0 to zero3 need no plan
 IG464: the style {style!r} is not supported for {name}
   expected: linear layers, embeddings, and layers of experts in transformers' own form
   fix:      leave out tp and ep: dp, cp and zero0 to zero3 need no plan

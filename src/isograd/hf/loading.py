@@ -20,10 +20,11 @@ from isograd.core.mesh import Mesh
 from isograd.errors import ModelError, headline
 from isograd.hf import proof
 from isograd.hf.build import build, cut_in_place, empty
-from isograd.hf.context_parallel import attach_attention
-from isograd.hf.losses import cut_scored_rows, library_of_model
+from isograd.hf.context_parallel import attach_attention, without_adapters
+from isograd.hf.losses import SCORE, cut_scored_rows, library_of_model
 from isograd.hf.quantized import refuse_bits
 from isograd.hf.stages import refuse_shared_keys
+from isograd.hf.tp_plan import read_plan
 from isograd.io.no_follow import not_there
 from isograd.io.safetensors_reader import SafetensorsReader
 from isograd.io.untrusted import CONFIG, read_json
@@ -86,20 +87,22 @@ def attach(model: Model, mesh: Mesh, *, prove: bool = True, logits: bool = False
         cut_scored_rows(model, mesh)
         return model
     config: Any = getattr(model, "config", None)
-    library, loss = library_of_model(model, mesh) if hasattr(config, "model_type") else (None, "")
+    library, loss = library_of_model(without_adapters(model), mesh) if hasattr(config, "model_type") else (None, "")
     other = type(model) is not library or bool(cut)
     if not other:
         made, _ = empty(config, torch.float32, mesh, library)
         alike = [{n: p.shape for n, p in m.named_parameters()} for m in (model, made)]
         other = alike[0] != alike[1]
     if other:
+        adapter = ", adapter=LoraConfig(...)" * hasattr(model, "peft_config")
         raise ModelError(
             "IG440",
             f"this {type(model).__name__} is not cut over {', '.join(axes)} in place",
             seen=f"{str(mesh.layout)!r}, and a model "
             + ("that is cut over another mesh" if cut else "other than its config's class makes"),
             expected="a class of transformers for language models as it is, or a layout of dp, cp and zero",
-            fix=f"ig.hf.load(folder, ig.Mesh({str(mesh.layout)!r})) reads each rank's part of the weights",
+            fix=f"ig.hf.load(folder, ig.Mesh('{mesh.layout}'){adapter}), or " * (loss != SCORE)
+            + f"the layout 'dp{mesh.layout.world_size} zero3', which cuts no model",
             where=mesh.describe_rank(),
         )
     refuse_shared_keys(config, mesh)
@@ -112,6 +115,8 @@ def attach(model: Model, mesh: Mesh, *, prove: bool = True, logits: bool = False
             fix="torch.manual_seed(0) on all ranks before it is built, or the same folder on all of them",
             where=mesh.describe_rank(),
         )
+    if mesh.size("tp") > 1:  # by the name of this class: what is proven is the same decoder as a language model
+        read_plan(model, mesh)
     if prove:
         _prove(config, mesh)
     run_or_raise_on_all_ranks(lambda: cut_in_place(model, loss, mesh, logits), mesh, ModelError, not_loaded)

@@ -163,6 +163,7 @@ def shard(batch: Mapping[str, Any], mesh: Mesh, loss: str = CAUSAL) -> BatchPart
             f"no model has the loss {loss!r}{did_you_mean(loss, (CAUSAL, *OPTIONS))}",
             seen=repr(loss),
             expected=f"one of {(CAUSAL, *OPTIONS)}",
+            fix=f"loss={CAUSAL!r}; a classifier of rows has a layout without pp",
             where=mesh.describe_rank(),
         )
     known = ("input_ids", "labels", *OPTIONS[loss])

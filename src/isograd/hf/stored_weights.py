@@ -62,7 +62,8 @@ class StoredWeights:
         conversions, prefix = _conversions(model), f"{model.base_model_prefix}."
         stacks: dict[str, dict[str, list[str]]] = {}
         patterns: dict[str, list[str]] = {}
-        for name in sorted(stored.shapes, key=_natural):
+        parts = {name: [(int(n), "") if n.isdecimal() else (-1, n) for n in name.split(".")] for name in stored.shapes}
+        for name in sorted(parts, key=parts.__getitem__):  # expert 10 comes behind expert 9
             renamed, pattern, order = (name, None, []) if name in shapes else _renamed(name, conversions)
             fits = [n for n in (renamed, prefix + renamed, renamed.removeprefix(prefix)) if n in shapes]
             if not fits:
@@ -118,8 +119,3 @@ def _renamed(name: str, conversions: Sequence[Any]) -> tuple[str, str | None, li
             stacks = steps[:1] == [("MergeModulelist", 0)] and steps[1:] == [("Concatenate", 1)] * (len(order) > 1)
             return (target, pattern, order) if stacks and len(steps) == len(conversion.operations) else (name, None, [])
     return name, None, []
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Numbers in a name by their values: expert 10 comes behind expert 9."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]

@@ -87,7 +87,7 @@ def read_plan(model: Any, mesh: Mesh) -> dict[str, str]:
     if not plan:
         raise ModelError(
             "IG463", seen=f"neither base_model_tp_plan in {type(model.config).__name__} nor _tp_plan",
-            where=mesh.describe_rank(), name=name,
+            where=mesh.describe_rank(), name=name, size=mesh.layout.world_size,
         )  # fmt: skip
     parameters = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     towers = names_of_towers(model)
@@ -106,7 +106,7 @@ def read_plan(model: Any, mesh: Mesh) -> dict[str, str]:
     if not any(style in CUTS or style == EXPERTS for style in found.values()):
         raise ModelError(
             "IG463", seen=f"{sorted(plan)[:6]}, and names such as {[pattern_of(n) for n in sorted(parameters)[:3]]}",
-            where=mesh.describe_rank(), name=name,
+            where=mesh.describe_rank(), name=name, size=mesh.layout.world_size,
         )  # fmt: skip
     return {n: style for n, style in found.items() if style not in ("local_params", "replicate")}
 
