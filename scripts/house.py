@@ -64,7 +64,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_935,
+    "isograd, lines": 51_937,
     "isograd-verify, lines": 16_969,
     "comm + launcher + engine, lines": 9_644,
     "arrows between packages": 140,
