@@ -134,9 +134,8 @@ class FailureReport:
         self._over = threading.Event()
         store_set(f"{ENDED}{self.mesh.rank}", "")
         _rank_0_failure.clear()
-        line = _line_to_rank_0() if self.mesh.rank else None
-        if line is not None:
-            threading.Thread(target=_listen, args=(line, self.mesh.rank, self._over), daemon=True).start()
+        if self.mesh.rank:
+            threading.Thread(target=_listen, args=(self.mesh.rank, self._over), daemon=True).start()
 
     def end(self) -> None:
         """The loop is over."""
@@ -188,9 +187,10 @@ def _line_to_rank_0() -> Any:
     return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else clone_store(flags=True)
 
 
-def _listen(line: Any, rank: int, over: threading.Event) -> None:
+def _listen(rank: int, over: threading.Event) -> None:
     with suppress(RuntimeError):  # rank 0 has ended without a word
-        while not over.wait(0.5):
+        line = _line_to_rank_0()  # in this thread: to a store that has ended it takes long
+        while line is not None and not over.wait(0.5):
             said = store_get(f"{ENDED}0", line)
             if said and said not in _rank_0_failure:
                 _rank_0_failure[:] = [said]
