@@ -1,34 +1,22 @@
-"""Programs of other tests on imagined cards: on a stream, with results in the host's memory, and without a fault."""
+"""Programs of other tests on imagined cards: on a stream, and without a fault."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from . import right, run
-from .world import are_real
-
-
-def on_host(value: Any) -> Any:
-    """A copy of a result in which every tensor lies in the host's memory."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if is_dataclass(value):
-        return type(value)(**{f.name: on_host(getattr(value, f.name)) for f in fields(value)})
-    if isinstance(value, dict):
-        return {name: on_host(one) for name, one in value.items()}
-    return type(value)(map(on_host, value)) if isinstance(value, list | tuple) else value
+from .rank import are_real
 
 
 def on_stream(stream: str, program: Callable[..., Any], *args: Any) -> Any:
     """What a program returns, all of it on the default stream or on one of the user's own."""
     with torch.cuda.stream(torch.cuda.Stream()) if stream == "own" else nullcontext():
-        return on_host(program(*args))
+        return program(*args)
 
 
 def values(

@@ -1,22 +1,137 @@
-"""A process that has loaded the imagined device and torch once, and forks the ranks of each job. See `run` in world.py.
+"""The processes of ranks, each of which leaves its result in its job's folder. See `run` in world.py.
 
-It reads jobs from its standard input and answers with a line when a job's ranks have ended. Each rank leaves its result
-in the job's folder.
+On real cards they are spawned. On imagined ones a server has loaded the device and torch once, and forks them: it reads
+jobs from its standard input, and answers with a line when a job's ranks have ended.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import importlib
+import importlib.util
 import io
+import multiprocessing
 import os
 import pickle
-import signal
+import random
+import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+
+from . import device
+
+
+def free_port() -> int:
+    """Below those that systems give to connections, which another process may get before ours is bound."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ranks run, and how."""
+
+    program: bytes  # pickle of a function and its arguments
+    ranks: int
+    folder: Path
+    lag: int | Sequence[int] = 100  # by how many launches the device is behind the host, on each rank or on all
+    device_id: bool = False  # whether init_process_group is given one
+    join: bool = True  # whether it is called; else variables like torchrun's are there, and the program joins by itself
+    one_card: bool = False  # whether each rank sees its own card only
+    seconds: float = 60  # NCCL's timeout
+    limit: float = 120  # after which ranks are ended
+    port: int = field(default_factory=free_port)
+
+
+def are_real() -> bool:
+    """Whether this torch is one for CUDA. It is not imported."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    return "cuda: Optional[str] = None" not in Path(found.origin).with_name("version.py").read_text()
+
+
+def start_ranks(job: Job, method: str) -> None:
+    """Start a job's ranks, by multiprocessing's "fork" or "spawn", and wait for them."""
+    context: Any = multiprocessing.get_context(method)
+    ranks = [context.Process(target=rank_main, args=(job, rank)) for rank in range(job.ranks)]
+    for one in ranks:
+        one.start()
+    end = time.monotonic() + job.limit + 5  # at the limit each ends by itself, and leaves where it stands
+    for one in ranks:
+        one.join(max(0.0, end - time.monotonic()))
+        one.kill()
+
+
+def load() -> None:
+    """Give this process imagined cards, if it needs and has none."""
+    if device.lib is None and not are_real():
+        device.load()
+        from . import nccl
+
+        nccl.install()
+
+
+def rank_main(job: Job, rank: int) -> None:
+    """One rank of a job, in its process."""
+    load()
+    import torch
+    import torch.distributed as dist
+
+    from . import communicator, nccl
+
+    stacks = open(job.folder / f"{rank}.stacks", "w")  # noqa: SIM115
+    faulthandler.enable(file=stacks)
+    faulthandler.dump_traceback_later(job.limit, exit=True, file=stacks)
+    size: dict[str, Any] = {"WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks, "RANK": rank, "LOCAL_RANK": rank}
+    size |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": job.port}
+    os.environ.update({name: str(value) for name, value in size.items()}, GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)  # torch makes its pool anew after a fork, and two threads that ask first would both do it
+    card = 0 if job.one_card else rank
+    if job.one_card:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    if device.lib is not None:
+        device.lib.own_cards(1 if job.one_card else device.CARDS)
+        device.lib.set_lag(job.lag if isinstance(job.lag, int) else job.lag[rank])
+        nccl.at_most(job.seconds)
+    torch.cuda.set_device(card)
+    value, error = None, ""
+    try:
+        if job.ranks > 1 and job.join:
+            dist.init_process_group(
+                "nccl",
+                store=dist.FileStore(str(job.folder / "store"), job.ranks),
+                rank=rank,
+                world_size=job.ranks,
+                timeout=timedelta(seconds=job.seconds),
+                device_id=torch.device("cuda", card) if job.device_id else None,
+            )
+        function, args = pickle.loads(job.program)
+        value = function(*args)
+    except BaseException:
+        error = traceback.format_exc()
+    result = {"rank": rank, "error": error, "found": []}
+    if device.lib is not None:
+        result["calls"], found = communicator.at_the_end(bool(error))
+        result |= {"found": device.lib.findings() + found, "launches": device.lib.launches()}
+        result["memory"] = device.lib.memory()
+    written = job.folder / f"{rank}.part"
+    try:
+        if not error:
+            torch.cuda.synchronize()  # for values that lie on cards, on whatever stream
+        written.write_bytes(pickled({**result, "value": value}))
+    except Exception:
+        written.write_bytes(pickled({**result, "error": f"{error}\nits value:\n{traceback.format_exc()}"}))
+    written.rename(job.folder / f"{rank}.result")
+    os._exit(0)  # nothing of a world is taken down
 
 
 def pickled(value: Any) -> bytes:
@@ -33,114 +148,18 @@ def pickled(value: Any) -> bytes:
     return into.getvalue()
 
 
-def rank_main(job: Any, rank: int) -> None:
-    """One rank of a job, in its process."""
-    import torch
-    import torch.distributed as dist
-
-    from . import communicator, device, nccl
-
-    stacks = open(job.folder / f"{rank}.stacks", "w")  # noqa: SIM115
-    faulthandler.enable(file=stacks)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    size: dict[str, Any] = {"WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks, "RANK": rank, "LOCAL_RANK": rank}
-    size |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": job.port}
-    os.environ.update({name: str(value) for name, value in size.items()}, GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)  # torch makes its pool anew after a fork, and two threads that ask first would both do it
-    if job.one_card:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-    if device.lib is not None:
-        device.lib.own_cards(1 if job.one_card else device.CARDS)
-        device.lib.set_lag(job.lag[rank] if isinstance(job.lag, (list, tuple)) else job.lag)
-        nccl.at_most(job.seconds)
-    torch.cuda.set_device(0 if job.one_card else rank)
-    value, error = None, ""
-    try:
-        if job.ranks > 1 and job.join:
-            place: dict[str, Any] = (
-                {"device_id": torch.device("cuda", torch.cuda.current_device())} if job.device_id else {}
-            )
-            store = dist.FileStore(str(job.folder / "store"), job.ranks)
-            dist.init_process_group(
-                "nccl", store=store, rank=rank, world_size=job.ranks, timeout=timedelta(seconds=job.seconds), **place
-            )
-        module, name = job.function
-        value = getattr(importlib.import_module(module), name)(*job.args)
-    except BaseException:
-        error = traceback.format_exc()
-    result = {"rank": rank, "error": error, "found": []}
-    if device.lib is not None:
-        result["calls"], found = communicator.at_the_end(bool(error))
-        result |= {"found": device.lib.findings() + found, "launches": device.lib.launches()}
-        result["memory"] = device.lib.memory()
-    written = job.folder / f"{rank}.part"
-    try:
-        written.write_bytes(pickled({**result, "value": value}))
-    except Exception:
-        written.write_bytes(pickled({**result, "error": f"{error}\nits value:\n{traceback.format_exc()}"}))
-    written.rename(job.folder / f"{rank}.result")
-
-
-def fork_ranks(job: Any) -> None:
-    """Start a job's ranks, and end those that are still there after its limit."""
-    children = {}
-    for rank in range(job.ranks):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                rank_main(job, rank)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(0)
-        children[pid] = rank
-    end = time.monotonic() + job.limit
-    while children and time.monotonic() < end:
-        pid, _ = os.waitpid(-1, os.WNOHANG)
-        children.pop(pid, None)
-        time.sleep(0 if pid else 0.005)
-    for number in (signal.SIGUSR1, signal.SIGKILL) if children else ():
-        for pid in children:
-            os.kill(pid, number)
-        time.sleep(0.3)
-    for pid in children:
-        os.waitpid(pid, 0)
-
-
-def alone(file: str, rank: int) -> None:
-    """One rank of a job, which is a process of its own."""
-    from . import device
-    from .world import are_real
-
-    if not are_real():
-        device.load()
-        from . import nccl
-
-        nccl.install()
-    with open(file, "rb") as job:
-        rank_main(pickle.load(job), rank)
-    os._exit(0)  # as after a fork: nothing of a world is taken down
-
-
-def main() -> None:
-    if len(sys.argv) > 1:
-        alone(sys.argv[1], int(sys.argv[2]))
+def serve() -> None:
+    """Fork the ranks of each job that comes."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print
-    from . import device
-
-    device.load()
+    load()
     import torch
 
     torch.set_num_threads(1)
     from tests import preloaded  # noqa: F401
 
-    from . import nccl
-
-    nccl.install()
     while line := sys.stdin.buffer.readline():
-        fork_ranks(pickle.loads(bytes.fromhex(line.decode())))
+        job = pickle.loads(bytes.fromhex(line.decode()))
+        pickle.loads(job.program)  # imports what each rank would
+        start_ranks(job, "fork")
         print("done", file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()

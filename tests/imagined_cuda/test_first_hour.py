@@ -14,7 +14,7 @@ import pytest
 from benchmarks import gpu_first_hour, gpu_programs
 from benchmarks.gpu_first_hour import Hour, attempt, page
 
-from . import world
+from . import rank
 
 
 def hour(folder: Path) -> Hour:
@@ -72,7 +72,7 @@ def test_two_nodes_meet_and_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     command = [sys.executable, "-m", "benchmarks.gpu_first_hour", "--cpu", "1", "--nodes", "2", "--folder"]
     folder = tmp_path / "hour"
     folder.mkdir()
-    port = world._free_port()
+    port = rank.free_port()
     monkeypatch.setattr(gpu_first_hour, "PORT", port)
     second = subprocess.Popen([*command, str(folder), "--node", "1"], env=os.environ | {"MASTER_PORT": str(port)})
     first = Hour(folder, 1, False, (2, 0, "127.0.0.1"))

@@ -5,6 +5,7 @@ The programs, their data and their truths are those of the tests on gloo, in fp6
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -23,7 +24,7 @@ from tests.losses.contrastive import test_matrix as contrastive
 from tests.losses.contrastive.toys import assert_same
 from tests.parity import sparse
 
-from . import world
+from . import rank, world
 from .on_cards import some, values
 
 EXPERTS = some(
@@ -155,10 +156,10 @@ def test_a_replay_refuses_a_model_that_draws_on_its_card() -> None:
 
 @pytest.mark.slow
 def test_ranks_that_are_processes_of_their_own_load_their_cards(tmp_path: Path) -> None:
-    """As on real cards (`in_own_processes`), where nobody forks a process that has used one."""
-    job = world.Job((__name__, "where_it_runs"), (), 2, tmp_path, 100, False, False, False, world._free_port(), 60, 180)
-    world.in_own_processes(job)
-    results = [world._result(tmp_path, rank) for rank in range(2)]
+    """As on real cards ("spawn"), where nobody forks a process that has used one."""
+    job = rank.Job(pickle.dumps((where_it_runs, ())), 2, tmp_path, join=False)
+    rank.start_ranks(job, "spawn")
+    results = [world.result_of(job, number) for number in range(2)]
     assert [result.value for result in results] == [("cuda:0", 1.0), ("cuda:1", 1.0)], results
 
 

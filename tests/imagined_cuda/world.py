@@ -10,17 +10,12 @@ for result in run(program, 2):      # program: a function of a module that can b
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import os
 import pickle
-import random
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -28,6 +23,7 @@ from typing import Any
 from unittest import SkipTest
 
 from . import device
+from .rank import Job, are_real, start_ranks
 
 ROOT = Path(__file__).parents[2]
 # What is wrong, and what is only slow.
@@ -76,51 +72,22 @@ class Result:
         return self.of(*FAULTS)
 
 
-@dataclass(frozen=True)
-class Job:
-    function: tuple[str, str]
-    args: tuple[Any, ...]
-    ranks: int
-    folder: Path
-    lag: int | Sequence[int]
-    device_id: bool
-    join: bool
-    one_card: bool
-    port: int
-    seconds: float
-    limit: float
-
-
 _server: subprocess.Popen[bytes] | None = None
 
 
-def _started() -> subprocess.Popen[bytes]:
-    global _server
-    if _server is None or _server.poll() is not None:
-        device.build()
-        environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", f"{__package__}.rank"]
-        _server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment)
-        atexit.register(_server.kill)
-    return _server
-
-
-def run(
-    function: Callable[..., Any], ranks: int = 1, *args: Any, lag: int | Sequence[int] = 100, device_id: bool = False,
-    join: bool = True, one_card: bool = False, seconds: float = 60, limit: float = 120,
-) -> list[Result]:  # fmt: skip
-    """function(*args) on each rank: its result (values of the host) and what was found.
-
-    `lag`: by how many launches the device is behind the host, on each rank or on all. `device_id`: whether
-    init_process_group is given one. `join`: whether it is called at all; else variables like torchrun's are there, and
-    the program joins by itself. `one_card`: whether each rank sees its own card only. `seconds`: NCCL's timeout.
-    `limit`: after which the ranks are ended.
-    """
+def run(function: Callable[..., Any], ranks: int = 1, *args: Any, **options: Any) -> list[Result]:
+    """function(*args) on each rank: its result (values of the host) and what was found. `options`: as a Job's."""
     with tempfile.TemporaryDirectory() as folder:
-        home = function.__module__, function.__qualname__
-        job = Job(home, args, ranks, Path(folder), lag, device_id, join, one_card, _free_port(), seconds, limit)
-        (in_own_processes if are_real() else _forked)(job)
-        results = [_result(Path(folder), rank) for rank in range(ranks)]
+        job = Job(pickle.dumps((function, args)), ranks, Path(folder), **options)
+        if are_real():
+            import torch
+
+            if torch.cuda.device_count() < ranks:
+                raise SkipTest(f"{ranks} ranks, and {torch.cuda.device_count()} cards")
+            start_ranks(job, "spawn")
+        else:
+            _forked(job)
+        results = [result_of(job, rank) for rank in range(ranks)]
     for one, other in combinations(results, 2):
         _compare_order(one, other)
     return results
@@ -134,55 +101,26 @@ def right(results: list[Result]) -> list[Any]:
     return [result.value for result in results]
 
 
-def are_real() -> bool:
-    """Whether this torch is one for CUDA. It is not imported."""
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    return "cuda: Optional[str] = None" not in Path(found.origin).with_name("version.py").read_text()
-
-
 def _forked(job: Job) -> None:
-    server = _started()
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(pickle.dumps(job).hex().encode() + b"\n")
-    server.stdin.flush()
-    if not server.stdout.readline():
+    global _server
+    if _server is None or _server.poll() is not None:
+        device.build()
+        environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", f"from {__package__}.rank import serve; serve()"]
+        _server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment)
+        atexit.register(_server.kill)
+    assert _server.stdin is not None and _server.stdout is not None
+    _server.stdin.write(pickle.dumps(job).hex().encode() + b"\n")
+    _server.stdin.flush()
+    if not _server.stdout.readline():
         raise RuntimeError("the process that forks ranks has ended")
 
 
-def in_own_processes(job: Job) -> None:
-    """Start a job's ranks, which load what cards there are, and end those that are still there after its limit."""
-    if are_real():
-        import torch
-
-        if torch.cuda.device_count() < job.ranks:
-            raise SkipTest(f"{job.ranks} ranks, and {torch.cuda.device_count()} cards")
-    (job.folder / "job").write_bytes(pickle.dumps(job))
-    command = [sys.executable, "-m", f"{__package__}.rank", str(job.folder / "job")]
-    ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(job.ranks)]
-    end = time.monotonic() + job.limit
-    for rank in ranks:
-        try:
-            rank.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            rank.wait()
-
-
-def _free_port() -> int:
-    """Below those that systems give to connections, which another process may get before ours is bound."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
-        with socket.socket() as one, suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            return port
-
-
-def _result(folder: Path, rank: int) -> Result:
-    file = folder / f"{rank}.result"
+def result_of(job: Job, rank: int) -> Result:
+    file, stacks = job.folder / f"{rank}.result", job.folder / f"{rank}.stacks"
     if not file.exists():
-        stacks = (folder / f"{rank}.stacks").read_text() if (folder / f"{rank}.stacks").exists() else ""
-        return Result(rank, error=f"rank {rank} has not ended, or was killed\n{stacks}")
+        stood = stacks.read_text() if stacks.exists() else ""
+        return Result(rank, error=f"rank {rank} has not ended, or was killed\n{stood}")
     result = pickle.loads(file.read_bytes())
     findings = [Finding(*one) for one in result.pop("found")]
     return Result(findings=findings, **result)
