@@ -13,6 +13,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy_native.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/set_native.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -21,6 +22,15 @@
 #include <unistd.h>
 #include <unordered_map>
 #include "memory.h"
+
+// A CPU build of torch has no accelerator, and then autograd keeps no streams. Torch finds this function instead of its
+// own. It answers once the device is there.
+static bool is_there = false;
+namespace at::accelerator {
+std::optional<c10::DeviceType> getAccelerator(bool) {
+  return is_there ? std::optional(c10::DeviceType::CUDA) : std::nullopt;
+}
+}  // namespace at::accelerator
 
 namespace {
 using at::Tensor;
@@ -61,85 +71,128 @@ std::atomic<int> streams_made{0};
 
 // -- where in Python ------------------------------------------------------------------------------------------------
 
-std::vector<std::string> own_files;  // of the imagined device: never named as a place
+std::vector<std::string> own_files;  // of the imagined device, and Python's own folder: never named as a place
 std::unordered_map<std::string, int> site_numbers;
 struct Code { std::string name; bool skipped; };
 std::unordered_map<PyCodeObject*, Code> codes;
 std::unordered_map<uint64_t, int> forward_sites;  // by thread and autograd's sequence number
-std::mutex sites_mutex;
 
 const Code& code_of(PyCodeObject* code) {
   auto found = codes.find(code);
   if (found != codes.end()) return found->second;
   Py_INCREF(code);
   std::string file = PyUnicode_AsUTF8(code->co_filename);
-  bool skipped = file.find("/torch/") != std::string::npos || file[0] == '<';
-  for (const char* library : {"/threading.py", "/contextlib.py", "/functools.py", "/runpy.py", "/pickle.py",
-                              "/typing_extensions.py"})
-    skipped |= file.ends_with(library);
-  for (auto& own : own_files) skipped |= file == own;
+  bool installed = file.find("/site-packages/") != std::string::npos, skipped = file[0] == '<';
+  for (const char* library : {"/torch/", "/typing_extensions.py"}) skipped |= file.find(library) != std::string::npos;
+  for (auto& own : own_files) skipped |= file == own || (!installed && own.ends_with('/') && file.starts_with(own));
   auto cut = file.rfind('/');
   if (cut != std::string::npos && cut > 0) cut = file.rfind('/', cut - 1);
   return codes.emplace(code, Code{cut == std::string::npos ? file : file.substr(cut + 1), skipped}).first->second;
 }
 
-int numbered(const std::string& site) {
-  Lock hold(sites_mutex);
-  auto [place, fresh] = site_numbers.try_emplace(site, 0);
-  if (fresh) {
-    Lock also(device().mutex);
-    place->second = static_cast<int>(device().sites.size());
-    device().sites.push_back(site);
+// The three innermost Python lines that are neither torch's nor ours.
+std::string python_lines() {
+  std::string found;
+  if (!Py_IsInitialized()) return found;
+  pybind11::gil_scoped_acquire gil;
+  int names = 0;
+  auto* frame = PyThreadState_GetFrame(PyThreadState_Get());
+  while (frame && names < 3) {
+    auto* code = PyFrame_GetCode(frame);
+    if (auto& one = code_of(code); !one.skipped) {
+      auto place = one.name + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+      if (!found.ends_with(place)) found += (names++ ? " < " : "") + place;  // a comprehension has a frame of its own
+    }
+    Py_DECREF(code);
+    auto* outer = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = outer;
   }
+  Py_XDECREF(frame);
+  return found;
+}
+
+// Those lines, or the forward's of a backward's operator, by their number.
+int site() {
+  auto node = torch::autograd::get_current_node();
+  std::string found = python_lines();
+  bool of_forward = node && found.empty();
+  if (of_forward) found = "backward (" + node->name() + ") of ";
+  Lock hold(device().mutex);
+  auto& sites = device().sites;
+  if (of_forward) found += sites[forward_sites[node->thread_id() << 40 | node->sequence_nr()]];
+  if (found.empty()) found = "?";
+  auto [place, fresh] = site_numbers.try_emplace(found, sites.size());
+  if (fresh) sites.push_back(found);
+  if (!node && at::GradMode::is_enabled())
+    forward_sites[at::RecordFunction::currentThreadId() << 40 | (at::sequence_number::peek() - 1)] = place->second;
   return place->second;
 }
 
-// The three innermost Python lines that are neither torch's nor ours, or the forward line of a backward's operator.
-int site() {
-  std::string found;
-  if (Py_IsInitialized()) {
-    pybind11::gil_scoped_acquire gil;
-    int names = 0;
-    auto* frame = PyThreadState_GetFrame(PyThreadState_Get());
-    while (frame && names < 3) {
-      auto* code = PyFrame_GetCode(frame);
-      if (auto& one = code_of(code); !one.skipped) {
-        auto place = one.name + ":" + std::to_string(PyFrame_GetLineNumber(frame));
-        if (!found.ends_with(place)) found += (names++ ? " < " : "") + place;  // a comprehension has a frame of its own
-      }
-      Py_DECREF(code);
-      auto* outer = PyFrame_GetBack(frame);
-      Py_DECREF(frame);
-      frame = outer;
-    }
-    Py_XDECREF(frame);
-  }
-  auto node = torch::autograd::get_current_node();
-  if (node && found.empty()) {
-    int forward = 0;
-    {
-      Lock hold(sites_mutex);
-      auto place = forward_sites.find(node->thread_id() << 40 | node->sequence_nr());
-      if (place != forward_sites.end()) forward = place->second;
-    }
+// -- memory ---------------------------------------------------------------------------------------------------------
+
+void give_back(void* context) {
+  Lock hold(device().mutex);
+  memory().free(static_cast<Block*>(context));
+}
+
+struct DeviceAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    check_process();
+    c10::Device home(DeviceType::CUDA, current);
+    if (!bytes) return {nullptr, nullptr, &c10::detail::deleteNothing, home};
     Lock hold(device().mutex);
-    found = "backward (" + node->name() + ") of " + device().sites[forward];
+    auto* block = memory().allocate(bytes, stream_now(current));
+    TORCH_CHECK_WITH(OutOfMemoryError, block, "CUDA out of memory (imagined). Tried to allocate ", bytes, " bytes; ",
+                     memory().allocated, " of ", memory().capacity, " are in use");
+    return {block->host, block, &give_back, home};
   }
-  if (found.empty()) found = "?";
-  int number = numbered(found);
-  if (!node && at::GradMode::is_enabled()) {
-    Lock hold(sites_mutex);
-    forward_sites[at::RecordFunction::currentThreadId() << 40 | (at::sequence_number::peek() - 1)] = number;
+  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
+} allocator;
+
+std::map<char*, size_t> pinned;  // under the device's mutex
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    if (!bytes) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(DeviceType::CPU)};
+    auto* data = static_cast<char*>(aligned_alloc(64, (bytes + 63) / 64 * 64));
+    Lock hold(device().mutex);
+    pinned[data] = bytes;
+    return {data, data, &release, c10::Device(DeviceType::CPU)};
   }
-  return number;
+  static void release(void* data) {
+    Lock hold(device().mutex);
+    auto one = pinned.find(static_cast<char*>(data));
+    device().forget_host(one->first, one->first + one->second);
+    pinned.erase(one);
+    free(data);
+  }
+  static bool holds(const void* pointer) {
+    Lock hold(device().mutex);
+    auto* data = static_cast<char*>(const_cast<void*>(pointer));
+    auto after = pinned.upper_bound(data);
+    if (after == pinned.begin()) return false;
+    --after;
+    return data < after->first + after->second;
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
+} pinned_allocator;
+
+Block* block_of(const c10::DataPtr& data) {
+  return data.get_deleter() == &give_back ? static_cast<Block*>(data.get_context()) : nullptr;
 }
 
 // -- streams, events and the current device -------------------------------------------------------------------------
 
-void note_wait(const std::string& what, int where, int stream) {
+imagined::Clock clock_of(int stream) {
+  Lock hold(device().mutex);
+  return device().clock(stream);
+}
+
+void host_waits(const std::string& what, int where, const imagined::Clock& until) {
   Lock hold(device().mutex);
   device().find("host wait", what, where, where);
-  device().host_waits(imagined::Clock(device().clock(stream)));
+  device().host_waits(until);
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -196,81 +249,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock hold(device().mutex);
     return device().query(device().record(number_of(s)));
   }
-  void synchronizeStream(const Stream& s) const override { note_wait("stream.synchronize", site(), number_of(s)); }
+  void synchronizeStream(const Stream& s) const override {
+    host_waits("stream.synchronize", site(), clock_of(number_of(s)));
+  }
   void synchronizeEvent(void* event) const override {
-    if (!event) return;
-    int where = site();
-    Lock hold(device().mutex);
-    device().find("host wait", "event.synchronize", where, where);
-    device().host_waits(static_cast<imagined::Event*>(event)->clock);
+    if (event) host_waits("event.synchronize", site(), static_cast<imagined::Event*>(event)->clock);
   }
   void synchronizeDevice(const DeviceIndex) const override {
-    int where = site();
-    Lock hold(device().mutex);
-    device().find("host wait", "torch.cuda.synchronize", where, where);
-    for (auto& clock : std::vector<imagined::Clock>(device().streams)) device().host_waits(clock);
+    imagined::Clock all;
+    for (int stream = 0; stream < kDevices + streams_made; ++stream) imagined::merge(all, clock_of(stream));
+    host_waits("torch.cuda.synchronize", site(), all);
   }
-  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const override;
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const override {
+    Lock hold(device().mutex);
+    auto* block = block_of(data);
+    if (block && number_of(s) != block->stream) block->recorded.push_back(number_of(s));
+  }
 };
 
-// -- memory ---------------------------------------------------------------------------------------------------------
-
-void give_back(void* context) {
-  Lock hold(device().mutex);
-  memory().free(static_cast<Block*>(context));
-}
-
-struct DeviceAllocator final : c10::Allocator {
-  c10::DataPtr allocate(size_t bytes) override {
-    check_process();
-    c10::Device home(DeviceType::CUDA, current);
-    if (!bytes) return {nullptr, nullptr, &c10::detail::deleteNothing, home};
-    Lock hold(device().mutex);
-    auto* block = memory().allocate(bytes, stream_now(current));
-    TORCH_CHECK_WITH(OutOfMemoryError, block, "CUDA out of memory (imagined). Tried to allocate ", bytes, " bytes; ",
-                     memory().allocated, " of ", memory().capacity, " are in use");
-    return {block->host, block, &give_back, home};
-  }
-  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
-} allocator;
-
-std::map<char*, size_t> pinned;  // under the device's mutex
-
-struct PinnedAllocator final : c10::Allocator {
-  c10::DataPtr allocate(size_t bytes) override {
-    if (!bytes) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(DeviceType::CPU)};
-    auto* data = static_cast<char*>(aligned_alloc(64, (bytes + 63) / 64 * 64));
-    Lock hold(device().mutex);
-    pinned[data] = bytes;
-    return {data, data, &release, c10::Device(DeviceType::CPU)};
-  }
-  static void release(void* data) {
-    Lock hold(device().mutex);
-    auto one = pinned.find(static_cast<char*>(data));
-    device().forget_host(one->first, one->first + one->second);
-    pinned.erase(one);
-    free(data);
-  }
-  static bool holds(const void* pointer) {
-    Lock hold(device().mutex);
-    auto* data = static_cast<char*>(const_cast<void*>(pointer));
-    auto after = pinned.upper_bound(data);
-    if (after == pinned.begin()) return false;
-    --after;
-    return data < after->first + after->second;
-  }
-  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
-} pinned_allocator;
-
-Block* block_of(const c10::DataPtr& data) {
-  return data.get_deleter() == &give_back ? static_cast<Block*>(data.get_context()) : nullptr;
-}
-
-void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const {
-  Lock hold(device().mutex);
-  auto* block = block_of(data);
-  if (block && number_of(s) != block->stream) block->recorded.push_back(number_of(s));
-}
+// -- launches -------------------------------------------------------------------------------------------------------
 
 // The first and the last byte that a tensor reaches, from the beginning of its storage.
 std::pair<uint64_t, uint64_t> reach(const Tensor& t) {
@@ -279,6 +276,15 @@ std::pair<uint64_t, uint64_t> reach(const Tensor& t) {
   uint64_t first = t.storage_offset() * t.element_size();
   return {first, first + (last + 1) * t.element_size()};
 }
+
+// In the host's memory.
+std::pair<char*, char*> bytes_of(const Tensor& t) {
+  auto [first, last] = reach(t);
+  auto* data = static_cast<char*>(t.storage().mutable_data());
+  return {data + first, data + last};
+}
+
+bool lies_on_host(const Tensor& t) { return t.defined() && t.device().is_cpu() && t.has_storage() && t.numel(); }
 
 // One launch: its reads and writes.
 using Tensors = std::vector<Tensor>;
@@ -332,12 +338,12 @@ struct CardGenerator final : c10::GeneratorImpl {
     memcpy(made->state, state, sizeof state);
     return made;
   }
-  at::mt19937 of_launch() {  // what a CPU's kernel draws from
+  uint32_t of_launch() {  // from which a CPU's kernel draws
     Lock hold(mutex_);
     uint64_t x = state[0] * 0x9e3779b97f4a7c15 + state[1] * 0xbf58476d1ce4e5b9;
     state[1] += 4;
     x = (x ^ (x >> 31)) * 0x94d049bb133111eb;
-    return at::mt19937(x >> 32);
+    return x >> 32;
   }
 };
 
@@ -350,36 +356,43 @@ const at::Generator& generator_of(DeviceIndex index) {
   return (*all)[index < 0 ? current : index];
 }
 
-// While it lives, CPU kernels that take no generator draw from a card's.
+// While it lives, CPU kernels draw from a card's generator.
 struct Drawing {
-  explicit Drawing(CardGenerator& card) { set(card.of_launch(), {}, {}); }
-  ~Drawing() { set(engine, single, wide); }
+  explicit Drawing(const at::Generator& card) {
+    cpu.set_current_seed(at::check_generator<CardGenerator>(card)->of_launch());
+  }
+  ~Drawing() { cpu.set_state(before); }
 
  private:
   inline static std::mutex one_at_a_time;
   Lock hold{one_at_a_time};
-  at::CPUGeneratorImpl* cpu = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
-  at::mt19937 engine = cpu->engine();
-  std::optional<float> single = cpu->next_float_normal_sample();
-  std::optional<double> wide = cpu->next_double_normal_sample();
-
-  void set(at::mt19937 from, std::optional<float> one, std::optional<double> other) {
-    cpu->set_engine(from);
-    cpu->set_next_float_normal_sample(one);
-    cpu->set_next_double_normal_sample(other);
-  }
+  at::Generator cpu = at::detail::getDefaultCPUGenerator();
+  Tensor before = cpu.get_state();
 };
 
 // -- device tensors as host tensors, and back -----------------------------------------------------------------------
 
-Tensor host_tensor(const Tensor& t, Storage storage) {
-  auto keys = c10::DispatchKeySet(c10::DispatchKey::CPU);
-  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, t.dtype());
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
-  if (t.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
-  if (t.is_neg()) made._set_neg(true);
-  if (t.is_conj()) made._set_conj(true);
+// A tensor like another one, in a storage on the host or on a card.
+Tensor tensor_in(Storage storage, c10::DispatchKey key, const Tensor& like) {
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  if (like.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  if (like.is_neg()) made._set_neg(true);
+  if (like.is_conj()) made._set_conj(true);
   return made;
+}
+
+Storage storage_of(size_t bytes, c10::DataPtr data, c10::Allocator* of) {
+  auto size = c10::StorageImpl::use_byte_size_t();
+  return Storage(c10::make_intrusive<c10::StorageImpl>(size, bytes, std::move(data), of, true));
+}
+
+// New memory for a card's storage, with what is given or what it held.
+void renew(c10::StorageImpl* storage, size_t bytes, const void* from, size_t held) {
+  auto data = allocator.allocate(bytes);
+  if (size_t both = from ? std::min(bytes, held) : 0) memcpy(data.get(), from, both);
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(bytes);
 }
 
 struct Call {
@@ -395,13 +408,12 @@ struct Call {
     auto found = to_host.find(storage);
     if (found == to_host.end()) {
       c10::DataPtr alias(storage->mutable_data(), c10::Device(DeviceType::CPU));
-      Storage made(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage->nbytes(),
-                                                         std::move(alias), c10::GetAllocator(DeviceType::CPU), true));
+      auto made = storage_of(storage->nbytes(), std::move(alias), c10::GetAllocator(DeviceType::CPU));
       found = to_host.emplace(storage, made).first;
       to_device.emplace(made.unsafeGetStorageImpl(), t.storage());
     }
     if (!t.is_inference()) trained.insert(storage);
-    auto made = host_tensor(t, found->second);
+    auto made = tensor_in(found->second, c10::DispatchKey::CPU, t);
     stands_for.emplace(made.unsafeGetTensorImpl(), t);
     return made;
   }
@@ -417,29 +429,19 @@ struct Call {
     } else {
       fresh = true;
       size_t bytes = t.storage().nbytes();
-      storage = Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
-                                                              allocator.allocate(bytes), &allocator, true));
+      storage = storage_of(bytes, allocator.allocate(bytes), &allocator);
       if (bytes && t.storage().data()) memcpy(storage.mutable_data(), t.storage().data(), bytes);
     }
-    auto keys = c10::DispatchKeySet(c10::DispatchKey::CUDA);
     std::optional<c10::InferenceMode> as_its_base;  // a view is an inference tensor if its base is one
     if (trained.count(storage.unsafeGetStorageImpl())) as_its_base.emplace(false);
-    auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, t.dtype());
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
-    if (t.is_neg()) made._set_neg(true);
-    if (t.is_conj()) made._set_conj(true);
-    return made;
+    return tensor_in(std::move(storage), c10::DispatchKey::CUDA, t);
   }
 
   // A tensor that the kernel was given, and may have resized.
   const Tensor& resized(const Tensor& mine, const Tensor& host) {
     auto *theirs = host.storage().unsafeGetStorageImpl(), *own = mine.storage().unsafeGetStorageImpl();
-    if (theirs->data() != own->data() || theirs->nbytes() != own->nbytes()) {
-      auto data = allocator.allocate(theirs->nbytes());
-      if (theirs->nbytes() && theirs->data()) memcpy(data.get(), theirs->data(), theirs->nbytes());
-      own->set_data_ptr_noswap(std::move(data));
-      own->set_nbytes(theirs->nbytes());
-    }
+    if (theirs->data() != own->data() || theirs->nbytes() != own->nbytes())
+      renew(own, theirs->nbytes(), theirs->data(), theirs->nbytes());
     if (mine.sizes() != host.sizes() || mine.strides() != host.strides())
       mine.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
     return mine;
@@ -510,27 +512,21 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::DeviceGuard guard(c10::Device(DeviceType::CUDA, index));
 
   Call call;
-  bool takes_generator = false;
+  std::optional<Drawing> drawing;
   for (size_t i = 0; i < parameters.size(); ++i) {
     auto& slot = (*stack)[begin + i];
     bool pins = parameters[i].name() == "pin_memory" && slot.isBool();
     slot = pins ? IValue(false) : Call::each(arguments[i], [&](const Tensor& t) { return call.host(t); });
     if (parameters[i].name() != "generator") continue;
-    takes_generator = true;
-    auto* card = at::check_generator<CardGenerator>(slot.isNone() ? generator_of(index) : slot.toGenerator());
-    auto made = at::make_generator<at::CPUGeneratorImpl>();
-    at::check_generator<at::CPUGeneratorImpl>(made)->set_engine(card->of_launch());
-    slot = made;
+    drawing.emplace(slot.isNone() ? generator_of(index) : slot.toGenerator());
+    slot = IValue();
   }
+  if (!drawing && op.hasTag(at::Tag::nondeterministic_seeded)) drawing.emplace(generator_of(index));
   auto waits = kWaits.find(name);
   if (name == "aten::repeat_interleave" && !arguments.back().isNone()) waits = kWaits.end();
   bool masked = by_mask(name, arguments);
-  {
-    std::optional<Drawing> drawing;
-    if (!takes_generator && op.hasTag(at::Tag::nondeterministic_seeded))
-      drawing.emplace(*at::check_generator<CardGenerator>(generator_of(index)));
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  drawing.reset();
   std::vector<Tensor> results;
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
     auto& slot = (*stack)[i];
@@ -541,8 +537,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (view || kNoLaunch.count(name)) return;
   if (writes.empty()) writes = results;
   launch(name, index, reads, writes);
-  if (waits != kWaits.end()) note_wait(waits->second, site(), stream_now(index));
-  if (masked) note_wait("an index by a mask", site(), stream_now(index));
+  auto until = clock_of(stream_now(index));
+  if (waits != kWaits.end()) host_waits(waits->second, site(), until);
+  if (masked) host_waits("an index by a mask", site(), until);
 }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
@@ -551,12 +548,11 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   Call call;
   auto to = call.host(self), from = call.host(source);
   auto reading = [&](bool shown) {
-    if (source.is_cuda() || !source.has_storage() || !source.numel() || device().host_accesses.empty()) return;
-    auto [first, last] = reach(source);
-    char* data = static_cast<char*>(source.storage().mutable_data());
+    if (!lies_on_host(source) || device().host_accesses.empty()) return;
+    auto [low, high] = bytes_of(source);
     int where = site();
     Lock hold(device().mutex);
-    device().card_reads_host(data + first, data + last, stream_now(card.device().index()), shown, where);
+    device().card_reads_host(low, high, stream_now(card.device().index()), shown, where);
   };
   reading(true);
   {
@@ -576,16 +572,15 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     device().find("pageable copy", std::string(what) + (non_blocking ? ", said to be non_blocking" : ""), where, where);
   }
   if (!non_blocking || (!is_pinned && arrives)) {
-    note_wait(what, where, stream);
+    host_waits(what, where, clock_of(stream));
   } else if (is_pinned) {
-    auto [first, last] = reach(there);
-    char* data = static_cast<char*>(there.storage().mutable_data());
-    imagined::HostAccess access{data + first, data + last, stream, 0, arrives, where};
+    auto [low, high] = bytes_of(there);
+    imagined::HostAccess access{low, high, stream, 0, arrives, where};
     Lock hold(device().mutex);
     access.tick = imagined::at(device().clock(stream), stream);
     if (arrives && there.is_contiguous()) {
-      access.arriving.assign(access.low, access.high);
-      memset(access.low, 0xff, access.high - access.low);
+      access.arriving.assign(low, high);
+      memset(low, 0xff, high - low);
     }
     device().host_accesses.push_back(std::move(access));
   }
@@ -606,25 +601,6 @@ Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::
                                            c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype.value_or(at::kFloat));
 }
 
-Tensor& set_storage(Tensor& self, Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
-                    c10::SymIntArrayRef stride) {
-  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
-  auto sizes = C10_AS_INTARRAYREF_SLOW(size), strides = C10_AS_INTARRAYREF_SLOW(stride);
-  auto* impl = self.unsafeGetTensorImpl();
-  if (strides.size() == sizes.size()) impl->set_sizes_and_strides(sizes, strides, offset.expect_int());
-  else impl->set_sizes_contiguous(sizes);
-  return self;
-}
-
-Tensor& set_whole_storage(Tensor& self, Storage source) {
-  int64_t n = source.nbytes() / self.element_size();
-  return set_storage(self, std::move(source), 0, {n}, {1});
-}
-
-Tensor& set_tensor(Tensor& self, const Tensor& source) {
-  return set_storage(self, source.storage(), source.storage_offset(), source.sym_sizes(), source.sym_strides());
-}
-
 void record_stream(Tensor& self, Stream stream) {
   if (self.has_storage()) Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
@@ -641,18 +617,16 @@ void host_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     bool on_card = false;
     for (size_t i = 0; i < parameters.size(); ++i)
       for (auto& t : tensors_in((*stack)[begin + i])) {
-        if (!t.defined()) continue;
-        on_card |= t.is_cuda();
-        if (t.device().is_cpu() && t.has_storage() && t.numel())
+        on_card |= t.defined() && t.is_cuda();
+        if (lies_on_host(t))
           touched.emplace_back(t, parameters[i].alias_info() && parameters[i].alias_info()->isWrite());
       }
     if (!on_card && !touched.empty()) {
       int where = site();
       Lock hold(device().mutex);
       for (auto& [t, write] : touched) {
-        auto [first, last] = reach(t);
-        char* data = static_cast<char*>(t.storage().mutable_data());
-        device().host_touches(data + first, data + last, write, op.schema().name(), where);
+        auto [low, high] = bytes_of(t);
+        device().host_touches(low, high, write, op.schema().name(), where);
       }
     }
   }
@@ -712,9 +686,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("copy_", copy_);
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
-  m.impl("set_.source_Storage", set_whole_storage);
-  m.impl("set_.source_Storage_storage_offset", set_storage);
-  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_.source_Storage", at::native::set_);
+  m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
+  m.impl("set_.source_Tensor", at::native::set_tensor_);
   m.impl("record_stream", record_stream);
 }
 
@@ -723,10 +697,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 void resize_storage(pybind11::object object, int64_t bytes) {
   auto* storage = THPStorage_Unpack(object.ptr()).unsafeGetStorageImpl();
   c10::DeviceGuard guard(storage->device());
-  auto data = allocator.allocate(bytes);
-  if (size_t both = std::min<size_t>(bytes, storage->nbytes())) memcpy(data.get(), storage->data(), both);
-  storage->set_data_ptr_noswap(std::move(data));
-  storage->set_nbytes(bytes);
+  renew(storage, bytes, storage->data(), storage->nbytes());
 }
 
 // A host tensor in the memory of a device tensor, which it keeps.
@@ -734,17 +705,16 @@ Tensor host_alias(const Tensor& t) {
   auto* kept = new Storage(t.storage());
   c10::DataPtr data(t.storage().mutable_data(), kept, [](void* one) { delete static_cast<Storage*>(one); },
                     c10::Device(DeviceType::CPU));
-  return host_tensor(t, Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), t.storage().nbytes(), std::move(data), nullptr, false)));
+  auto storage = storage_of(t.storage().nbytes(), std::move(data), c10::GetAllocator(DeviceType::CPU));
+  return tensor_in(std::move(storage), c10::DispatchKey::CPU, t);
 }
 
 void host_read(const Tensor& t, const std::string& op) {
-  if (!t.device().is_cpu() || !t.has_storage() || !t.numel() || device().host_accesses.empty()) return;
+  if (!lies_on_host(t) || device().host_accesses.empty()) return;
+  auto [low, high] = bytes_of(t);
   int where = site();
-  auto [first, last] = reach(t);
-  char* data = static_cast<char*>(t.storage().mutable_data());
   Lock hold(device().mutex);
-  device().host_touches(data + first, data + last, false, op, where);
+  device().host_touches(low, high, false, op, where);
 }
 
 pybind11::list findings() {
@@ -756,10 +726,8 @@ pybind11::list findings() {
   return all;
 }
 
-extern "C" bool imagined_cuda_is_there;  // accelerator.cpp
-
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  imagined_cuda_is_there = true;
+  is_there = true;
   c10::SetAllocator(DeviceType::CUDA, &allocator);
   m.def("begin", [](std::vector<std::string> files) { own_files = std::move(files); });
   m.def("watch", [] {  // this thread's operators on the host

@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-SOURCES = ("accelerator.cpp", "device.cpp", "memory.h", "clocks.h")
+SOURCES = ("device.cpp", "memory.h", "clocks.h")
 NAME = "imagined_cuda_device"
-ACCELERATOR = "accelerator.so"
 CARDS = 8
 
 
 def build() -> Path:
     """The compiled device, made if this source with this torch has none yet (half a minute)."""
-    torch = _torch()
+    torch = torch_folder()
     text = "".join((HERE / name).read_text() for name in SOURCES) + (torch / "version.py").read_text() + sys.version
     folder = HERE / "build" / hashlib.sha256(text.encode()).hexdigest()[:16]
     made = folder / f"{NAME}.so"
@@ -37,10 +36,9 @@ def build() -> Path:
     return made
 
 
-def _torch() -> Path:
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
+def torch_folder() -> Path:
+    found: Any = importlib.util.find_spec("torch")
+    return Path(found.origin).parent  # it is not imported
 
 
 def _compile(torch: Path, made: Path) -> None:
@@ -49,18 +47,14 @@ def _compile(torch: Path, made: Path) -> None:
         raise RuntimeError("the imagined CUDA device is compiled on first use, and there is no g++ or clang++")
     include = torch / "include"
     headers = [include, include / "torch/csrc/api/include", sysconfig.get_paths()["include"]]
-    common = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", *(f"-isystem{path}" for path in headers)]
-    first, libraries = made.with_name(ACCELERATOR), [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
-    libraries += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", str(first)]
-    _run([*common, str(HERE / "accelerator.cpp"), "-o", str(first)])
-    _run([*common, f"-DTORCH_EXTENSION_NAME={NAME}", str(HERE / "device.cpp"), *libraries, "-o", f"{made}.part"])
-    Path(f"{made}.part").rename(made)
-
-
-def _run(command: list[str]) -> None:
+    command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", *(f"-isystem{path}" for path in headers)]
+    command += [f"-DTORCH_EXTENSION_NAME={NAME}", str(HERE / "device.cpp"), "-o", f"{made}.part"]
+    command += [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
+    command += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the imagined CUDA device does not compile:\n{done.stderr[-4000:]}")
+    Path(f"{made}.part").rename(made)
 
 
 lib: Any = None  # the compiled module, once it is loaded
@@ -73,19 +67,14 @@ def load() -> Any:
         return lib
     assert "torch" not in sys.modules, "torch makes its CUDA hooks once: load the imagined device before torch"
     made = build()
-    ctypes.CDLL(str(made.with_name(ACCELERATOR)), mode=ctypes.RTLD_GLOBAL)
-    for name in ("libtorch_cpu.so", "libtorch_python.so"):
-        ctypes.CDLL(str(_torch() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(made))
+    ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL)
     import torch  # noqa: F401
 
-    spec = importlib.util.spec_from_file_location(NAME, made)
-    assert spec is not None and spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(NAME, made)
     lib = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(lib)
-    lib.begin(
-        [str(HERE / name) for name in ("device.py", "kernels.py", "layers.py", "communicator.py", "nccl.py", "rank.py")]
-    )
+    own = [str(HERE / name) for name in ("device.py", "kernels.py", "communicator.py", "nccl.py", "rank.py")]
+    lib.begin([*own, sysconfig.get_path("stdlib") + "/"])
     _python_side()
     return lib
 
@@ -144,8 +133,7 @@ def _python_side() -> None:
             return lib.launches_between(self.event_id, end.event_id) / 1000
 
     torch._C._CudaStreamBase, torch._C._CudaEventBase = StreamBase, EventBase
-    spec = importlib.util.find_spec("torch.cuda.streams")
-    assert spec is not None and spec.loader is not None
+    spec: Any = importlib.util.find_spec("torch.cuda.streams")
     spec.loader.exec_module(cuda.streams)  # its classes, on these bases
     cuda.Stream, cuda.Event, cuda.ExternalStream = cuda.streams.Stream, cuda.streams.Event, cuda.streams.ExternalStream
 
@@ -195,9 +183,7 @@ def _python_side() -> None:
             "current_device": accelerator.current_device_index,
             "synchronize": synchronize,
             "before_synchronize": before_synchronize,
-            "get_device_name": lambda device=None: properties["name"],
             "get_device_properties": get_device_properties,
-            "get_device_capability": lambda device=None: (properties["major"], properties["minor"]),
             "memory_allocated": lambda device=None: lib.memory()["allocated"],
             "max_memory_allocated": lambda device=None: lib.memory()["peak"],
             "memory_reserved": lambda device=None: lib.memory()["reserved"],

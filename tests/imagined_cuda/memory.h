@@ -8,15 +8,11 @@
 #include "clocks.h"
 #include <cstdlib>
 #include <new>
-#include <set>
 
 namespace imagined {
 
 struct Block;
-struct Smaller {
-  bool operator()(const Block* a, const Block* b) const;
-};
-using Pool = std::set<Block*, Smaller>;
+using Pool = std::map<std::pair<uint64_t, uint64_t>, Block*>;  // by size and address
 
 struct Block {
   uint64_t low, size;
@@ -30,10 +26,6 @@ struct Block {
   void* host = nullptr;
   size_t requested = 0;
 };
-
-inline bool Smaller::operator()(const Block* a, const Block* b) const {
-  return std::tie(a->size, a->low) < std::tie(b->size, b->low);
-}
 
 struct Memory {
   std::map<std::pair<int, bool>, Pool> pools;  // by stream and smallness
@@ -51,11 +43,10 @@ struct Memory {
     uint64_t size = (bytes + 511) / 512 * 512;
     bool small = size <= kSmall;
     auto& pool = pools[{stream, small}];
-    Block wanted{0, size};
-    auto found = pool.lower_bound(&wanted);
-    Block* block = found == pool.end() ? segment(size, stream, small, pool) : *found;
+    auto found = pool.lower_bound({size, 0});
+    Block* block = found == pool.end() ? segment(size, stream, small, pool) : found->second;
     if (!block) return nullptr;
-    pool.erase(block);
+    pool.erase({block->size, block->low});
     block->free = false;
     split(block, size, small ? 512 : kSmall + 1);
     block->requested = bytes;
@@ -126,7 +117,7 @@ struct Memory {
         one.high = std::min(one.high, rest->low);
       }
     std::erase_if(block->accesses, [](auto& one) { return one.low >= one.high; });
-    block->pool->insert(rest);
+    block->pool->insert({{rest->size, rest->low}, rest});
   }
 
   // Blocks whose recorded streams the host has seen to be over.
@@ -143,7 +134,7 @@ struct Memory {
   void give_back(Block* block) {
     for (Block* other : {block->before, block->after})
       if (other && other->free) {
-        block->pool->erase(other);
+        block->pool->erase({other->size, other->low});
         block->low = std::min(block->low, other->low);
         block->size += other->size;
         block->accesses.insert(block->accesses.end(), other->accesses.begin(), other->accesses.end());
@@ -156,17 +147,18 @@ struct Memory {
     if (block->before) block->before->after = block;
     if (block->after) block->after->before = block;
     block->free = true;
-    block->pool->insert(block);
+    block->pool->insert({{block->size, block->low}, block});
   }
 
   void give_segments_back() {
     for (auto& [key, pool] : pools)
-      for (auto one = pool.begin(); one != pool.end();) {
-        if ((*one)->before || (*one)->after) { ++one; continue; }
-        reserved -= (*one)->size;
-        delete *one;
-        one = pool.erase(one);
-      }
+      std::erase_if(pool, [&](auto& one) {
+        Block* block = one.second;
+        if (block->before || block->after) return false;
+        reserved -= block->size;
+        delete block;
+        return true;
+      });
   }
 };
 
