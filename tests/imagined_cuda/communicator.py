@@ -10,9 +10,10 @@ then these hold NaN.
 from __future__ import annotations
 
 import json
-import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -41,17 +42,23 @@ class World:
     calls: list[Call] = []  # noqa: RUF012
 
 
-class Job:
-    """One entry of a communicator's queue."""
+Messages = list[tuple[int, Tensor]]  # to or from members by index, in the host's memory
 
-    def __init__(
-        self, what: dict[str, Any], exchange: Callable[[Job], Any], deliver: Callable[[Any], None], site: str
-    ) -> None:
-        self.what, self.exchange, self.deliver, self.site = what, exchange, deliver, site
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.delivered = self.waited = False
+
+@dataclass(eq=False)
+class Job:
+    """One entry of a communicator's queue. `results`: what has been received, for `writes`."""
+
+    what: dict[str, Any]
+    site: str
+    sends: Messages
+    receives: Messages
+    writes: Sequence[Tensor]
+    results: Callable[[], Sequence[Tensor]]
+    is_collective: bool
+    exchange: Any = None  # a future
+    delivered: bool = False
+    waited: bool = False
 
 
 class Communicator:
@@ -78,8 +85,7 @@ class Communicator:
         self.stream = torch.cuda.Stream(card)
         self.jobs: list[Job] = []  # in order; the delivered ones are gone
         self.count, self.aborted, self._lock = 0, False, threading.Lock()
-        self._queue: queue.Queue[Job] = queue.Queue()
-        threading.Thread(target=self._work, daemon=True).start()
+        self._thread, self._broken = futures.ThreadPoolExecutor(1), list[BaseException]()
         World.communicators.append(self)
 
     def fail(self, why: str, cause: BaseException | None = None) -> Any:
@@ -87,24 +93,11 @@ class Communicator:
         device.lib.find("communicator", text)
         raise CommunicatorError(text) from cause
 
-    def _work(self) -> None:
-        broken: BaseException | None = None
-        while True:
-            job = self._queue.get()
-            if broken is None:
-                try:
-                    job.result = job.exchange(job)
-                except BaseException as error:
-                    broken = error
-            job.error = broken
-            job.done.set()
-            del job  # whose results are tensors of the program
-
     def enqueue(
-        self, what: dict[str, Any], reads: Sequence[Tensor], writes: Sequence[Tensor],
-        exchange: Callable[[list[Tensor]], Callable[[Job], Any]], deliver: Callable[[Any], None], asynchronous: bool,
+        self, what: dict[str, Any], reads: Sequence[Tensor], writes: Sequence[Tensor], sends: Messages,
+        receives: Messages, results: Callable[[], Sequence[Tensor]], asynchronous: bool,
     ) -> Work:  # fmt: skip
-        """`exchange`: of copies of `reads`, a function for the thread. `deliver`: its result, into `writes`."""
+        """`what`, of a collective: what all ranks have to call; of messages "with" whom. `sends`: copies of `reads`."""
         for t in (*reads, *writes):
             if not t.is_cuda:
                 raise RuntimeError(f"No backend type associated with device type {t.device.type}")
@@ -112,7 +105,8 @@ class Communicator:
                 raise ValueError("Tensors must be contiguous")
         if self.aborted:
             self.fail("it was aborted")
-        self.count += "with" not in what  # of collectives: a rank without messages takes no part in a batch of them
+        is_collective = "with" not in what  # a rank without messages takes no part in a batch of them
+        self.count += is_collective
         what = {"number": self.count, **what}
         site = device.lib.site()
         World.calls.append((self.name, what.pop("with", self.ranks), what["op"], site))
@@ -120,31 +114,33 @@ class Communicator:
         if asynchronous:
             self.stream.wait_stream(stream)
             stream = self.stream
-        copies = [device.lib.host_alias(t).clone() for t in reads]
         with torch.cuda.stream(stream):
             device.lib.launch(f"nccl:{what['op']}", list(reads), list(writes), stream.device_index)
         event = stream.record_event()
         for t in writes:
             _bytes(device.lib.host_alias(t)).fill_(255)
-        job = Job(what, exchange(copies), deliver, site)
+        job = Job(what, site, sends, receives, writes, results, is_collective)
         self.jobs.append(job)
-        self._queue.put(job)
-        return Work(self, job, event, (reads, writes))
+        job.exchange = self._thread.submit(self._exchange, job)
+        return Work(self, job, event, reads)
 
     def finish(self, job: Job) -> None:
         """The host's memory holds the results of all jobs up to this one. (A GPU's host would not wait here.)"""
-        if not job.done.wait(self.timeout.total_seconds() + 5):  # the thread does them in order
+        try:
+            job.exchange.result(self.timeout.total_seconds() + 5)  # the thread does them in order
+        except CommunicatorError as error:
+            device.lib.find("communicator", str(error))
+            raise
+        except TimeoutError:
             self.fail(f"{job.what} of {job.site} did not end")
-        if isinstance(job.error, CommunicatorError):
-            device.lib.find("communicator", str(job.error))
-            raise job.error
-        if job.error is not None:
+        except Exception as error:
             late = f"did not end within {self.timeout.total_seconds():g} s, or a rank has gone"
-            self.fail(f"{job.what} of {job.site} {late}", job.error)
+            self.fail(f"{job.what} of {job.site} {late}", error)
         with self._lock:
             while not job.delivered:
                 first = self.jobs.pop(0)
-                first.deliver(first.result)
+                for out, value in zip(first.writes, first.results(), strict=True):
+                    device.lib.host_alias(out).copy_(value.view(out.shape))
                 first.delivered = True
 
     def said(self, text: str) -> list[str]:
@@ -153,8 +149,42 @@ class Communicator:
         self.gloo.allgather([gathered], [_encoded(text)]).wait()
         return [_decoded(one) for one in gathered]
 
-    def same(self, job: Job) -> None:
-        """In the thread: all ranks have called the same."""
+    def _exchange(self, job: Job) -> None:
+        """In the thread. After an error nothing is exchanged any more."""
+        try:
+            for error in self._broken:
+                raise error
+            self._exchange_next(job)
+        except BaseException as error:
+            self._broken = [error]
+            raise
+
+    def _exchange_next(self, job: Job) -> None:
+        """First what ranks call or send, then the bytes. They match by order alone."""
+        sends, receives = ([(m, t) for m, t in each if m != self.index] for each in (job.sends, job.receives))
+        own = iter([t for member, t in job.sends if member == self.index])
+        for t in (t for member, t in job.receives if member == self.index):
+            t.copy_(next(own))
+        if job.is_collective:
+            self._same(job)
+        else:  # gloo waits for a message of the expected size
+            texts = [(peer, torch.zeros(HEADER, dtype=torch.uint8)) for peer, _ in receives]
+            self._move([(peer, _encoded(f"{t.numel()} x {t.dtype} of {job.site}")) for peer, t in sends], texts, 0)
+            for (peer, t), (_, text) in zip(receives, texts, strict=True):
+                if not (sent := _decoded(text)).startswith(mine := f"{t.numel()} x {t.dtype} of "):
+                    raise CommunicatorError(
+                        f"communicator {self.name!r}: rank {self.ranks[self.index]} receives {mine}{job.site}, "
+                        f"rank {self.ranks[peer]} sends {sent}"
+                    )
+        self._move(sends, receives, 1)
+
+    def _move(self, sends: Messages, receives: Messages, tag: int) -> None:
+        works = [self.gloo.recv([_bytes(t)], peer, tag) for peer, t in receives if t.numel()]
+        works += [self.gloo.send([_bytes(t)], peer, tag) for peer, t in sends if t.numel()]
+        for work in works:
+            work.wait()
+
+    def _same(self, job: Job) -> None:
         text = json.dumps([job.what, job.site])
         for rank, other in zip(self.ranks, self.said(text), strict=True):
             if json.loads(other)[0] != job.what:
@@ -163,40 +193,6 @@ class Communicator:
                 raise CommunicatorError(
                     f"communicator {self.name!r} of ranks {list(self.ranks)}: not the same order on all ranks: {calls}"
                 )
-
-    def gather(self, job: Job, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """In the thread: every rank's row of elements, after a check of what they call."""
-        self.same(job)
-        into = [mine.new_empty(size) for size in sizes]
-        if len(set(sizes)) == 1 and mine.numel():
-            self.gloo.allgather([[_bytes(row) for row in into]], [_bytes(mine)]).wait()
-            return into
-        into[self.index] = mine
-        for root, row in enumerate(into):
-            if row.numel():
-                self.gloo.broadcast(_bytes(row), root).wait()
-        return into
-
-    def messages(self, job: Job, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Tensor]:
-        """In the thread: a group of messages to and from members by index. They match by order alone."""
-        # gloo waits for a message of the expected size: what they are travels first.
-        texts = [torch.zeros(HEADER, dtype=torch.uint8) for _ in receives]
-        works = [self.gloo.recv([text], peer, 0) for (peer, _), text in zip(receives, texts, strict=True)]
-        works += [self.gloo.send([_encoded(f"{t.numel()} x {t.dtype} of {job.site}")], peer, 0) for peer, t in sends]
-        for work in works:
-            work.wait()
-        for (peer, t), text in zip(receives, texts, strict=True):
-            if not (sent := _decoded(text)).startswith(mine := f"{t.numel()} x {t.dtype} of "):
-                raise CommunicatorError(
-                    f"communicator {self.name!r}: rank {self.ranks[self.index]} receives {mine}{job.site}, "
-                    f"rank {self.ranks[peer]} sends {sent}"
-                )
-        arrived = [torch.empty_like(t) for _, t in receives]
-        works = [self.gloo.recv([_bytes(t)], peer, 1) for (peer, _), t in zip(receives, arrived, strict=True)]
-        works += [self.gloo.send([_bytes(t)], peer, 1) for peer, t in sends]
-        for work in works:
-            work.wait()
-        return arrived
 
     def abort(self) -> None:
         """End what is enqueued, here and on the other ranks."""
@@ -222,37 +218,31 @@ class Work(dist._Work):
     def __init__(self, communicator: Communicator, job: Job, event: Any, keep: Any) -> None:
         super().__init__()
         self._communicator, self._job, self._event, self._keep = communicator, job, event, keep
-        self._outs = list(keep[1])
 
     def wait(self, timeout: Any = None) -> bool:
-        self._communicator.finish(self._job)
-        self._job.waited = True
+        self._finish()
         torch.cuda.current_stream(self._communicator.stream.device).wait_event(self._event)
         self._keep = None
         return True
 
     synchronize = wait
 
-    def is_completed(self) -> bool:
-        if not (self._event.query() and self._job.done.is_set()):
-            return False
+    def _finish(self) -> None:
         self._communicator.finish(self._job)
         self._job.waited = True
+
+    def is_completed(self) -> bool:
+        if not (self._event.query() and self._job.exchange.done()):
+            return False
+        self._finish()
         return True
-
-    def is_success(self) -> bool:
-        return self._job.done.is_set() and self._job.error is None
-
-    def exception(self) -> BaseException | None:
-        return self._job.error
 
     def get_future(self) -> Any:
         """Whose `wait` makes the caller's stream wait. (DDP's reducer asks for it at once, and waits at the end.)"""
-        self._communicator.finish(self._job)
-        self._job.waited = True
+        self._finish()
         future: Any = torch.futures.Future(devices=[self._communicator.stream.device])
         with torch.cuda.stream(self._communicator.stream):
-            future.set_result(self._outs)
+            future.set_result(list(self._job.writes))
         return future
 
 
@@ -268,7 +258,7 @@ def at_the_end(failed: bool) -> tuple[list[Call], list[tuple[str, str, str, str,
     found = []
     for communicator in World.communicators:
         for job in list(communicator.jobs):
-            job.done.wait(0.5 if failed else communicator.timeout.total_seconds())
+            futures.wait([job.exchange], 0.5 if failed else communicator.timeout.total_seconds())
             if not failed and not job.waited:
                 text = f"{job.what['op']} of communicator {communicator.name!r}"
                 found.append(("never waited for", text, job.site, job.site, 1))

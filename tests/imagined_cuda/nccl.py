@@ -7,7 +7,6 @@ ranks outside a batch make one of two ranks, unless `init_process_group` was giv
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from . import device
-from .communicator import Communicator, Job, Work, World, finish_all
+from .communicator import Communicator, Work, World, finish_all
 
 BACKEND = "imagined_nccl"
+Message = tuple[bool, Tensor, int]  # whether it is sent; to or from which member
 
 
 class Group(dist.ProcessGroup):
@@ -31,7 +31,7 @@ class Group(dist.ProcessGroup):
         self._timeout = min(options.timeout, World.longest)
         self._ranks = list(options.global_ranks_in_group) or list(range(size))
         self._made: dict[str, Communicator] = {}
-        self._batch: list[tuple[bool, Tensor, int]] | None = None
+        self._batch: list[Message] | None = None
         if World.card is not None:
             self._whole(World.card)
 
@@ -72,19 +72,14 @@ class Group(dist.ProcessGroup):
         """`mine` is this rank's row. The rows of all ranks are gathered, and `finish` makes of them what `outs` hold.
         `sizes`: of the ranks' rows, where they differ. `elements`: what all ranks have to say that they are."""
         one = (*mine, *outs)[0]
-        communicator = self._whole(one.device)
         rows = list(sizes) or [sum(t.numel() for t in mine)] * self.size()
         what = {"op": op, "elements": rows[0] if elements is None else elements, "dtype": str(one.dtype)[6:], **what}
-
-        def exchange(copies: list[Tensor]) -> Callable[[Job], list[Tensor]]:
-            empty = torch.empty(0, dtype=one.dtype)
-            return lambda job: communicator.gather(job, torch.cat([empty, *(t.view(-1) for t in copies)]), rows)
-
-        def deliver(result: list[Tensor]) -> None:
-            for out, value in zip(outs, finish(result), strict=True):
-                device.lib.host_alias(out).copy_(value.view(out.shape))
-
-        return communicator.enqueue(what, mine, outs, exchange, deliver, getattr(options, "asyncOp", True))
+        empty = torch.empty(0, dtype=one.dtype)
+        row = torch.cat([empty, *(device.lib.host_alias(t).reshape(-1) for t in mine)])
+        came = [empty.new_empty(size) for size in rows]
+        sends, receives = [(member, row) for member in range(self.size())], list(enumerate(came))
+        asynchronous = getattr(options, "asyncOp", True)
+        return self._whole(one.device).enqueue(what, mine, outs, sends, receives, lambda: finish(came), asynchronous)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         op, sizes = _reduction(opts), [t.numel() for t in tensors]
@@ -114,42 +109,45 @@ class Group(dist.ProcessGroup):
         part = lambda rows: [rows[root].view(size, -1)[self.rank()]]  # noqa: E731
         return self._collective("scatter", mine, outs, part, opts, sizes, outs[0].numel(), root=root)
 
+    def allgather(self, outs: Sequence[Sequence[Tensor]], tensors: list[Tensor], opts: Any = None) -> Work:
+        """Of uneven sizes: a broadcast from each rank, and so every rank has to know all sizes."""
+        if any(each[self.rank()].numel() != mine.numel() for each, mine in zip(outs, tensors, strict=True)):
+            raise ValueError("Tensor input and output of _broadcast_oop must have the same number of elements")
+        sizes = [[t.numel() for t in of_rank] for of_rank in zip(*outs, strict=True)]
+        rows = [sum(of_rank) for of_rank in sizes]
+
+        def finish(came: list[Tensor]) -> list[Tensor]:
+            parts = [row.split(of_rank) for row, of_rank in zip(came, sizes, strict=True)]
+            return [part for of_tensor in zip(*parts, strict=True) for part in of_tensor]
+
+        elements = rows[0] if len(set(rows)) == 1 else rows
+        return self._collective("all_gather", tensors, [t for each in outs for t in each], finish, opts, rows, elements)
+
+    def all_gather_single_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> Work:
+        return self.allgather([out.view(-1).tensor_split(self.size()) for out in outs], ins, opts)
+
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([out], [x], opts)
 
-    def all_gather_single_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> Work:
-        sizes = [t.numel() for t in ins]
-        finish = lambda rows: [torch.cat(parts) for parts in zip(*(r.split(sizes) for r in rows), strict=True)]  # noqa: E731
-        return self._collective("all_gather", ins, outs, finish, opts)
-
-    def allgather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> Work:
-        """Of uneven sizes: a broadcast from each rank, and so every rank has to know all sizes."""
-        sizes, mine = [t.numel() for t in outs[0]], tensors[0].numel()
-        if sizes[self.rank()] != mine:
-            raise ValueError("Tensor input and output of _broadcast_oop must have the same number of elements")
-        elements = mine if set(sizes) == {mine} else sizes
-        return self._collective("all_gather", tensors, outs[0], lambda rows: rows, opts, sizes, elements)
-
-    def reduce_scatter(self, outs: list[Tensor], tensors: list[list[Tensor]], opts: Any = None) -> Work:
+    def reduce_scatter(self, outs: list[Tensor], tensors: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         """Of uneven sizes: a reduction to each rank."""
-        op, sizes, mine = _reduction(opts), [t.numel() for t in tensors[0]], outs[0].numel()
-        if sizes[self.rank()] != mine:
+        if any(each[self.rank()].numel() != out.numel() for each, out in zip(tensors, outs, strict=True)):
             raise ValueError("Tensor input and output of _reduce_oop must have the same number of elements")
-        part = lambda rows: [_reduced([row.split(sizes)[self.rank()] for row in rows], op)]  # noqa: E731
-        elements = sum(sizes) if set(sizes) == {mine} else sizes
-        return self._collective("reduce_scatter", tensors[0], outs, part, opts, elements=elements, by=op)
+        pieces = [t for each in tensors for t in each]
+        op, sizes = _reduction(opts), [t.numel() for t in pieces]
+
+        def finish(rows: list[Tensor]) -> list[Tensor]:
+            alike = list(zip(*(row.split(sizes) for row in rows), strict=True))  # [piece][rank]
+            return [_reduced(ranks, op) for ranks in alike[self.rank() :: self.size()]]
+
+        elements = sum(sizes) if len({t.numel() for t in tensors[0]}) == 1 else sizes
+        return self._collective("reduce_scatter", pieces, outs, finish, opts, elements=elements, by=op)
+
+    def reduce_scatter_single_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> Work:
+        return self.reduce_scatter(outs, [x.view(-1).tensor_split(self.size()) for x in ins], opts)
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([out], [x], opts)
-
-    def reduce_scatter_single_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> Work:
-        op, sizes = _reduction(opts), [t.numel() for t in ins]
-
-        def finish(rows: list[Tensor]) -> list[Tensor]:
-            wholes = zip(*(row.split(sizes) for row in rows), strict=True)
-            return [_reduced([t.view(self.size(), -1)[self.rank()] for t in ranks], op) for ranks in wholes]
-
-        return self._collective("reduce_scatter", ins, outs, finish, opts, by=op)
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
@@ -160,11 +158,8 @@ class Group(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def alltoall(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> Work:
-        everyone = range(self.size())
-        return self._messages(
-            "all_to_all", list(zip(everyone, ins, strict=True)), list(zip(everyone, outs, strict=True)),
-            self._whole(ins[0].device), getattr(opts, "asyncOp", True),
-        )  # fmt: skip
+        messages = [(which is ins, t, member) for which in (ins, outs) for member, t in enumerate(which)]
+        return self._messages("all_to_all", messages, self._whole(ins[0].device), getattr(opts, "asyncOp", True))
 
     def barrier(self, opts: Any = None) -> Work:
         x = torch.zeros(1, device="cuda")
@@ -176,52 +171,31 @@ class Group(dist.ProcessGroup):
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _messages(
-        self, op: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], communicator: Communicator,
-        asynchronous: bool = True,
-    ) -> Work:  # fmt: skip
-        """Members are this group's; the communicator has all of them or two."""
-        index = {member: communicator.ranks.index(self._ranks[member]) for member, _ in (*sends, *receives)}
-        me = communicator.index
-        peers = sorted({self._ranks[m] for m, _ in (*sends, *receives)} | {self._ranks[self.rank()]})
-
-        def exchange(copies: list[Tensor]) -> Callable[[Job], list[Tensor]]:
-            out = [(index[m], t) for (m, _), t in zip(sends, copies, strict=True)]
-            into = [(index[m], torch.empty_like(t, device="cpu")) for m, t in receives]
-            own = [t for peer, t in out if peer == me]
-
-            def run(job: Job) -> list[Tensor]:
-                others = [pair for pair in into if pair[0] != me]
-                came = iter(communicator.messages(job, [pair for pair in out if pair[0] != me], others))
-                mine = iter(own)
-                return [next(mine) if peer == me else next(came) for peer, _ in into]
-
-            return run
-
-        def deliver(result: list[Tensor]) -> None:
-            for (_, out), value in zip(receives, result, strict=True):
-                device.lib.host_alias(out).copy_(value)
-
-        what = {"op": op, "with": tuple(peers)}
-        reads, writes = [t for _, t in sends], [t for _, t in receives]
-        return communicator.enqueue(what, reads, writes, exchange, deliver, asynchronous)
+        self, op: str, messages: list[Message], communicator: Communicator, asynchronous: bool = True
+    ) -> Work:
+        """The communicator has all of this group's members or two."""
+        peers = {self._ranks[member] for _, _, member in messages} | {self._ranks[self.rank()]}
+        sends, receives = (
+            [(communicator.ranks.index(self._ranks[member]), t) for sending, t, member in messages if sending is which]
+            for which in (True, False)
+        )
+        copies = [(index, device.lib.host_alias(t).clone()) for index, t in sends]
+        came = [(index, torch.empty_like(t, device="cpu")) for index, t in receives]
+        what, reads, writes = {"op": op, "with": tuple(sorted(peers))}, [t for _, t in sends], [t for _, t in receives]
+        return communicator.enqueue(what, reads, writes, copies, came, lambda: [t for _, t in came], asynchronous)
 
     def _message(self, sending: bool, tensor: Tensor, peer: int) -> Work | None:
         if self._batch is not None:
             self._batch.append((sending, tensor, peer))
             return None
+        what = "send to" if sending else "recv from"
         if World.card is not None:
             communicator = self._whole(tensor.device)
         else:
-            device.lib.find(
-                "unbatched pair",
-                f"{'send' if sending else 'recv'} outside batch_isend_irecv and without device_id: a communicator of "
-                "two ranks, which blocks the host until both have come",
-            )
+            why = "a communicator of two ranks, which blocks the host until both have come"
+            device.lib.find("unbatched pair", f"{what[:4]} outside batch_isend_irecv and without device_id: {why}")
             communicator = self._communicator(sorted({self.rank(), peer}), tensor.device)
-        pair = [(peer, tensor)]
-        if sending:
-            return self._messages(f"send to {self._ranks[peer]}", pair, [], communicator)
-        return self._messages(f"recv from {self._ranks[peer]}", [], pair, communicator)
+        return self._messages(f"{what} {self._ranks[peer]}", [(sending, tensor, peer)], communicator)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work | None:
         return self._message(True, tensors[0], peer)
@@ -234,9 +208,7 @@ class Group(dist.ProcessGroup):
 
     def _end_coalescing(self, _: Any) -> Work:
         batch, self._batch = self._batch or [], None
-        sends = [(peer, t) for sending, t, peer in batch if sending]
-        receives = [(peer, t) for sending, t, peer in batch if not sending]
-        return self._messages("batch", sends, receives, self._whole(batch[0][1].device))
+        return self._messages("batch", batch, self._whole(batch[0][1].device))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -265,18 +237,13 @@ def _reduction(options: Any) -> str:
     raise NotImplementedError(f"imagined NCCL has no {op}")
 
 
-def _reduced(all_: list[Tensor], op: str) -> Tensor:
+def _reduced(all_: Sequence[Tensor], op: str) -> Tensor:
     wide = torch.stack([t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in all_])
     rounding = None if wide.is_floating_point() else "trunc"  # NCCL's average of integers
     average = lambda: wide.sum(0).div(len(all_), rounding_mode=rounding)  # noqa: E731
     of = {"SUM": lambda: wide.sum(0), "AVG": average, "PRODUCT": lambda: wide.prod(0)}
     value = {**of, "MAX": lambda: wide.amax(0), "MIN": lambda: wide.amin(0)}[op]()
     return value.to(all_[0].dtype)
-
-
-def at_most(seconds: float) -> None:
-    """Let no group wait longer, whatever its program says."""
-    World.longest = timedelta(seconds=seconds)
 
 
 def install() -> None:

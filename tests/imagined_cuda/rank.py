@@ -1,13 +1,12 @@
 """The processes of ranks, each of which leaves its result in its job's folder. See `run` in world.py.
 
 On real cards they are spawned. On imagined ones a server has loaded the device and torch once, and forks them: it reads
-jobs from its standard input, and answers with a line when a job's ranks have ended.
+jobs from its standard input, and answers with a job's folder when its ranks have ended.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import importlib.util
 import io
 import multiprocessing
 import os
@@ -17,7 +16,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -43,7 +41,7 @@ class Job:
     program: bytes  # pickle of a function and its arguments
     ranks: int
     folder: Path
-    lag: int | Sequence[int] = 100  # by how many launches the device is behind the host, on each rank or on all
+    lag: int = 100  # by how many launches the device is behind the host
     device_id: bool = False  # whether init_process_group is given one
     join: bool = True  # whether it is called; else variables like torchrun's are there, and the program joins by itself
     one_card: bool = False  # whether each rank sees its own card only
@@ -53,10 +51,8 @@ class Job:
 
 
 def are_real() -> bool:
-    """Whether this torch is one for CUDA. It is not imported."""
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    return "cuda: Optional[str] = None" not in Path(found.origin).with_name("version.py").read_text()
+    """Whether this torch is one for CUDA."""
+    return "cuda: Optional[str] = None" not in (device.torch_folder() / "version.py").read_text()
 
 
 def start_ranks(job: Job, method: str) -> None:
@@ -86,7 +82,7 @@ def rank_main(job: Job, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from . import communicator, nccl
+    from . import communicator
 
     stacks = open(job.folder / f"{rank}.stacks", "w")  # noqa: SIM115
     faulthandler.enable(file=stacks)
@@ -100,8 +96,8 @@ def rank_main(job: Job, rank: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     if device.lib is not None:
         device.lib.own_cards(1 if job.one_card else device.CARDS)
-        device.lib.set_lag(job.lag if isinstance(job.lag, int) else job.lag[rank])
-        nccl.at_most(job.seconds)
+        device.lib.set_lag(job.lag)
+        communicator.World.longest = timedelta(seconds=job.seconds)
     torch.cuda.set_device(card)
     value, error = None, ""
     try:
@@ -162,4 +158,4 @@ def serve() -> None:
         job = pickle.loads(bytes.fromhex(line.decode()))
         pickle.loads(job.program)  # imports what each rank would
         start_ranks(job, "fork")
-        print("done", file=answers, flush=True)
+        print(job.folder, file=answers, flush=True)
