@@ -14,7 +14,6 @@ ON_REAL_CARDS = {
     "test_integrations",
     "test_attention",
     "test_out_of_memory",
-    "test_copies",
 }
 
 

@@ -1,21 +1,36 @@
-"""The imagined device itself: where backward runs, what memory holds, what a poll says, and torch's FSDP2 on it."""
+"""The imagined device itself, and torch's own functions on it: streams, memory, collectives of lists, random numbers,
+files, copies, FSDP2 and DDP."""
 
 from __future__ import annotations
 
+import copy
+import io
+import os
+import pickle
 import shutil
+from ast import literal_eval
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.distributed.checkpoint as checkpoints
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from . import device, right, run
 
 
-def value_of(program: Any, *args: Any, **options: Any) -> Any:
-    return right(run(program, 1, *args, **options))[0]
+def values_of(program: Any, ranks: int = 1, *args: Any, **options: Any) -> list[Any]:
+    return right(run(program, ranks, *args, **options))
+
+
+# -- streams and memory ------------------------------------------------------------------------------------------------
 
 
 def backward_streams() -> list[bool]:
@@ -32,7 +47,7 @@ def backward_streams() -> list[bool]:
 
 
 def test_backward_runs_on_the_stream_of_its_forward() -> None:
-    assert value_of(backward_streams) == [True]
+    assert values_of(backward_streams) == [[True]]
 
 
 def sizes() -> list[tuple[int, int]]:
@@ -47,9 +62,8 @@ def sizes() -> list[tuple[int, int]]:
 def test_memory_is_counted_by_the_rules_of_the_caching_allocator() -> None:
     mb, third = 1 << 20, -(-1_200_000 // 512) * 512
     whole = 512 + 4096 + third + -(-12_000_000 // 512) * 512
-    assert value_of(sizes) == [
-        (512, 2 * mb), (4608, 2 * mb), (4608 + third, 22 * mb), (whole, 22 * mb), (0, whole),
-    ]  # fmt: skip
+    of_each = [(512, 2 * mb), (4608, 2 * mb), (4608 + third, 22 * mb), (whole, 22 * mb), (0, whole)]
+    assert values_of(sizes) == [of_each]
 
 
 def reuse(record: bool) -> bool:
@@ -67,8 +81,8 @@ def reuse(record: bool) -> bool:
 
 
 def test_memory_with_a_recorded_stream_is_not_given_away_before_that_stream_is_over() -> None:
-    assert value_of(reuse, False, lag=1000)
-    assert not value_of(reuse, True, lag=1000)
+    assert values_of(reuse, 1, False, lag=1000) == [True]
+    assert values_of(reuse, 1, True, lag=1000) == [False]
 
 
 def polls() -> int:
@@ -79,7 +93,7 @@ def polls() -> int:
 
 
 def test_an_event_is_over_when_the_device_has_caught_up() -> None:
-    assert value_of(polls, lag=5) < value_of(polls, lag=50) <= 50
+    assert values_of(polls, lag=5) < values_of(polls, lag=50) <= [50]
 
 
 def too_large() -> bool:
@@ -97,7 +111,7 @@ def too_large() -> bool:
 
 
 def test_a_full_card_raises_torchs_error() -> None:
-    assert value_of(too_large)
+    assert values_of(too_large) == [True]
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -106,11 +120,207 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         device._compile(tmp_path, tmp_path / "made.so")
 
 
+# -- collectives of lists ----------------------------------------------------------------------------------------------
+
+
+def empty(*sizes: int) -> list[Tensor]:
+    return [torch.empty(size, device="cuda") for size in sizes]
+
+
+def filled(size: int, value: float) -> Tensor:
+    return torch.full((size,), float(value), device="cuda")
+
+
+def lists() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gathered, (part, total), uneven, (sums,) = empty(2, 2, 2), empty(2, 2), empty(1, 2, 3), empty(rank + 1)
+    dist.gather(filled(2, rank), gathered if rank == 1 else None, dst=1)
+    assert rank != 1 or [t.tolist() for t in gathered] == [[0, 0], [1, 1], [2, 2]]
+    dist.scatter(part, [filled(2, n) for n in range(size)] if rank == 2 else None, src=2)
+    assert part.tolist() == [rank] * 2
+    dist.reduce_scatter(total, [filled(2, rank * n) for n in range(size)])
+    assert total.tolist() == [3 * rank] * 2
+    dist.all_gather(uneven, filled(rank + 1, rank))
+    assert [t.tolist() for t in uneven] == [[0], [1, 1], [2, 2, 2]]
+    work = dist.reduce_scatter(sums, [filled(n + 1, rank + n) for n in range(size)], async_op=True)
+    work.wait()
+    assert sums.tolist() == [3 + 3 * rank] * (rank + 1)
+    objects: list[Any] = [None] * size
+    dist.gather_object({"rank": rank}, objects if rank == 0 else None, dst=0)
+    assert rank or objects == [{"rank": n} for n in range(size)]
+
+
+def lists_that_do_not_fit() -> None:
+    """Refused in NCCL's words, before anything is sent."""
+    x, short = filled(3, 1), empty(2, 2)
+    for call, says in {
+        lambda: dist.all_gather(short, x): "output of _broadcast_oop must have the same number of elements",
+        lambda: dist.reduce_scatter(x, short): "output of _reduce_oop must have the same number of elements",
+        lambda: dist.gather(x, short): r"::gather: invalid tensor size at index 0 \(expected \(3,\), got \(2,\)",
+        lambda: dist.scatter(x, short): r"::scatter: invalid tensor size at index 0 \(expected \(3,\), got \(2,\)",
+    }.items():
+        if dist.get_rank() == 0:
+            with pytest.raises(ValueError, match=says):
+                call()
+
+
+@pytest.mark.parametrize(("program", "ranks"), [(lists, 3), (lists_that_do_not_fit, 2)])
+def test_lists_are_gathered_scattered_and_reduced_evenly_or_not_or_are_refused(program: Any, ranks: int) -> None:
+    values_of(program, ranks)
+
+
+def saved_by_torch(folder: Path) -> Tensor:
+    mesh = init_device_mesh("cuda", (2,))
+    saved = {"t": distribute_tensor(torch.arange(5.0, device="cuda"), mesh, [Shard(0)])}
+    checkpoints.save(saved, checkpoint_id=folder)
+    loaded = {"t": distribute_tensor(torch.zeros(5, device="cuda"), mesh, [Shard(0)])}
+    checkpoints.load(loaded, checkpoint_id=folder)
+    product = loaded["t"] @ saved["t"]  # each rank's part of a sum
+    return torch.cat([loaded["t"].full_tensor(), product.full_tensor().view(1)])
+
+
+def test_torchs_distributed_tensors_are_scattered_saved_and_loaded(tmp_path: Path) -> None:
+    assert [t.tolist() for t in values_of(saved_by_torch, 2, tmp_path)] == [[0, 1, 2, 3, 4, 30]] * 2
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+def draw(where: Any = "cuda", **options: Any) -> list[float]:
+    return torch.rand(3, device=where, **options).tolist()
+
+
+def draws() -> None:
+    torch.manual_seed(1)
+    host, first, state = torch.get_rng_state(), draw(), torch.cuda.get_rng_state()
+    second = draw()
+    torch.cuda.set_rng_state(state)
+    assert draw() == second != first and state.numel() == 16
+    own = torch.Generator(device="cuda").manual_seed(1)
+    assert draw(generator=own) == first and own.device.type == "cuda"
+    torch.cuda.manual_seed(1)
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
+        assert draw() == first
+    assert draw() == first
+    assert draw("cuda:1") == first  # its generator has stood still since manual_seed
+    assert torch.equal(host, torch.get_rng_state()), "a card's numbers are drawn from the CPU's generator"
+    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+        draw(generator=torch.Generator())
+
+
+def test_each_card_has_a_generator_of_its_own() -> None:
+    values_of(draws)
+
+
+def dropped(keeps: bool) -> bool:
+    """Whether a checkpoint's second forward has dropped the same as its first one."""
+    masks: list[Tensor] = []
+
+    def block(x: Tensor) -> Tensor:
+        y = nn.functional.dropout(x, 0.5)
+        masks.append(y.detach() != 0)
+        return y * x
+
+    x = torch.ones(64, device="cuda", requires_grad=True)
+    checkpoint(block, x, use_reentrant=False, preserve_rng_state=keeps).sum().backward()
+    return torch.equal(*masks)
+
+
+def test_dropout_under_a_checkpoint_drops_the_same_only_if_the_cards_state_is_kept() -> None:
+    assert values_of(dropped, 1, True) == [True]
+    assert values_of(dropped, 1, False) == [False]
+
+
+# -- files, copies and results -----------------------------------------------------------------------------------------
+
+
+def copied() -> None:
+    model, file, on_card = nn.Linear(3, 2), io.BytesIO(), io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    kept = torch.load(file, map_location="cuda:1")["weight"]
+    file.seek(0)
+    on_this = torch.load(file, map_location="cuda")["weight"]
+    torch.save(model.cuda().state_dict(), on_card)
+    on_card.seek(0)
+    weight = model.weight.detach()
+    copies = [on_this, torch.load(on_card)["weight"], copy.deepcopy(model).weight, copy.deepcopy(weight)]
+    copies += [copy.deepcopy(weight.t()).t(), pickle.loads(pickle.dumps(model)).weight]
+    assert kept.device.index == 1 and {str(t.device) for t in copies} == {"cuda:0"}
+    assert all(torch.equal(t.cpu(), weight.cpu()) for t in (kept, *copies))
+    assert len({t.untyped_storage().data_ptr() for t in (weight, kept, *copies)}) == 8
+
+
+def test_tensors_are_loaded_copied_and_pickled_on_cards() -> None:
+    values_of(copied)
+
+
+class Holder:
+    """Neither a tensor nor a list of some."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def returns(what: str) -> Any:
+    x = torch.ones(2, device="cuda", requires_grad=True) * 2
+    return {"tensors": [x, {"deep": Holder(x)}], "function": lambda: x}[what]
+
+
+def test_a_program_may_return_tensors_of_cards_and_is_told_what_cannot_be_returned() -> None:
+    ((tensor, inner),) = values_of(returns, 1, "tensors")
+    assert [t.device.type for t in (tensor, inner["deep"].tensor)] == ["cpu"] * 2 and tensor.tolist() == [2, 2]
+    (result,) = run(returns, 1, "function")
+    assert "its value" in result.error and "pickle" in result.error
+
+
+def timed() -> float:
+    first, last, late = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    first.record()
+    for _ in range(10):
+        torch.ones(4, device="cuda").mul_(2)
+    last.record()
+    for end, says in ((last, "completed"), (torch.cuda.Event(), "enable_timing=True"), (late, "recorded")):
+        with pytest.raises((RuntimeError, ValueError), match=f"Both events must be .*{says}"):
+            first.elapsed_time(end)
+    torch.cuda.synchronize()
+    return first.elapsed_time(last)
+
+
+def test_time_between_events_is_a_microsecond_a_launch() -> None:
+    assert values_of(timed) == [pytest.approx(20 / 1000, rel=0.5)]
+
+
+def in_a_fork() -> list[str]:
+    """What a child says to each use of a card, and to work on the host."""
+    x, (read, write) = torch.ones(2, device="cuda"), os.pipe()
+    if os.fork() == 0:
+        said = []
+        torch.manual_seed(0)  # as a DataLoader's worker does
+        new, old, host = lambda: torch.ones(2, device="cuda"), lambda: x.mul_(2), lambda: torch.ones(2)
+        for use in (new, old, torch.cuda.Stream, torch.cuda.synchronize, host):
+            try:
+                use()
+                said.append("nothing")
+            except RuntimeError as error:
+                said.append(str(error).splitlines()[0])
+        os.write(write, repr(said).encode())
+        os._exit(0)
+    os.wait()
+    return literal_eval(os.read(read, 10_000).decode())
+
+
+def test_cards_cannot_be_used_in_a_fork() -> None:
+    *cards, host = values_of(in_a_fork)[0]
+    assert len(cards) == 4 and all("Cannot re-initialize CUDA in forked subprocess" in said for said in cards), cards
+    assert host == "nothing"
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
 def with_torchs(peer: str) -> torch.Tensor:
     """Three steps of a model under torch's fully_shard or DDP, or of the model alone; the loss."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3))).cuda()
     for block in (*model.children(), model) if peer == "FSDP2" else ():
@@ -132,7 +342,7 @@ def with_torchs(peer: str) -> torch.Tensor:
 @pytest.mark.parametrize("peer", ["FSDP2", "DDP"])
 def test_torchs_own_engines_have_no_fault(peer: str) -> None:
     """Their side streams, events and freed parameters are right, and so nothing may be found in them."""
-    alone = value_of(with_torchs, "")
+    (alone,) = values_of(with_torchs, 1, "")
     results = run(with_torchs, 2, peer)
     for result, found in zip(results, right(results), strict=True):
         assert len({call[0] for call in result.calls}) == 1

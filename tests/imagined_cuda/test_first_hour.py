@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks import gpu_first_hour, gpu_programs
 from benchmarks.gpu_first_hour import Hour, attempt, page
 
 from . import rank
+from .on_cards import some
 
 
 def hour(folder: Path) -> Hour:
@@ -34,36 +36,22 @@ def told(folder: Path, name: str) -> dict[str, Any]:
     return json.loads(json.dumps(outcome.told))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", ["documents", pytest.param("long context", marks=pytest.mark.slow)])
-def test_documents_and_long_contexts_train_on_a_side_stream(tmp_path: Path, name: str) -> None:
+STEPS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "documents": lambda found: found["losses"][-1] < found["losses"][0] and found["memory_gb"] > 0,
+    "long context": lambda found: found["losses"][-1] < found["losses"][0] and found["memory_gb"] > 0,
+    "beside FSDP2": lambda found: found["time_of_fsdp2s"] > 0 and found["fsdp2"]["memory_gb"] > 0,
+    "plan": lambda found: found["planned_seconds"] > 0 and found["planned_memory_gb"] > 0,
+    "late rank": lambda found: len(found["losses"]) == 1,
+    "tests": lambda found: "passed" in found["tests"],
+}
+
+
+@pytest.mark.parametrize("name", some("documents", slow=tuple(STEPS)[1:]))
+def test_a_step_says_what_it_has_found(tmp_path: Path, name: str) -> None:
     found = told(tmp_path, name)
-    assert found["losses"][-1] < found["losses"][0]
-    assert found["memory_gb"] > 0
-
-
-@pytest.mark.slow
-def test_the_blocks_run_beside_fsdp2_and_leave_traces(tmp_path: Path) -> None:
-    found = told(tmp_path, "beside FSDP2")
-    assert found["time_of_fsdp2s"] > 0
-    assert found["fsdp2"]["memory_gb"] > 0
-    assert {"isograd-rank-0.trace.json", "FSDP2-rank-1.trace.json"} <= {file.name for file in tmp_path.iterdir()}
-
-
-@pytest.mark.slow
-def test_a_step_stands_beside_its_plan(tmp_path: Path) -> None:
-    found = told(tmp_path, "plan")
-    assert found["planned_seconds"] > 0
-    assert found["planned_memory_gb"] > 0
-
-
-@pytest.mark.slow
-def test_a_late_rank_is_waited_for(tmp_path: Path) -> None:
-    assert len(told(tmp_path, "late rank")["losses"]) == 1
-
-
-@pytest.mark.slow
-def test_the_tests_run_as_a_step(tmp_path: Path) -> None:
-    assert "passed" in told(tmp_path, "tests")["tests"]
+    assert STEPS[name](found), found
+    if name == "beside FSDP2":
+        assert {"isograd-rank-0.trace.json", "FSDP2-rank-1.trace.json"} <= {file.name for file in tmp_path.iterdir()}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""How often the host waits for the card in a step of isograd that goes well, by layout and by place.
+"""How often the host waits for the card in a step of isograd that goes well, by layout and by place; experts' products.
 
 One wait a step: what the step says (its loss, its weight, its norm) is read at once, behind the reductions and before
 the optimizer. None where it is read in the next step. Experts over ranks wait once a layer, for the sizes of their
@@ -7,20 +7,22 @@ exchange; a step of terms once, at its beginning, for their weights.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
+from tests.nn.test_grouped_products import ENDS, Compared, compared, error
 from tests.parity import cases
 
 from . import device, right, run
+from .on_cards import engine_of, micro_batch, values
 
 STEPS = 3  # the last one is looked at: the first makes connections and learns shapes
 MICRO_BATCHES = 2
 LAYERS = 2
+LAYOUTS = ("dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sp", "cp2", "pp2")
 
 
 def fused(shards: Any) -> torch.optim.Optimizer:
@@ -38,20 +40,12 @@ def waits(
 ) -> list[dict[str, int]]:
     """Of the last step: how often the host waits and where, in forward and backward, and in `engine.step`. late: its
     numbers are read in the next one."""
-    from isograd import Engine, Mesh
-    from isograd.models import Transformer
-    from isograd.nn import ExpertOptions
-
-    mesh, config = Mesh(layout), cases.CONFIGS["deep" if "pp" in layout else "llama"]
-    if experts:
-        config = replace(config, experts=ExpertOptions(number=4, per_token=2, width=8))
-    model = Transformer(config, mesh, dtype=dtype).to(mesh.device)
-    engine = Engine(model, mesh, fused if late else cases.sgd, clip=cases.CLIP, bucket_mb=0.01)
+    engine = engine_of(layout, fused if late else cases.sgd, dtype, experts, clip=cases.CLIP)
     counts = []
     for step in range(STEPS):
-        tokens, labels, _ = (t.to(mesh.device) for t in cases.micro_batch(config, step, mesh.index("dp"), 4))
+        batch = [micro_batch(engine, step)] * MICRO_BATCHES
         counts = [seen()]
-        engine.accumulate([{"tokens": tokens, "labels": labels}] * MICRO_BATCHES)
+        engine.accumulate(batch)
         counts.append(seen())
         _ = engine.step_async() if late else engine.step()
         counts.append(seen())
@@ -61,17 +55,16 @@ def waits(
     ]
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sp", "cp2", "pp2"])
-def test_the_host_waits_once_a_step_and_not_in_forward_and_backward(layout: str) -> None:
-    for in_passes, in_step in right(run(waits, 2, layout, join=False, seconds=20, limit=45)):
+def at_once_and_late(layout: str) -> list[list[dict[str, int]]]:
+    return [waits(layout, late=late) for late in (False, True)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_host_waits_once_a_step_and_never_where_a_step_is_read_in_the_next_one(layout: str) -> None:
+    for (in_passes, in_step), late in values(2, "default", at_once_and_late, layout):
         assert not in_passes
         assert list(in_step.values()) == [1], in_step
-
-
-@pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sp", "cp2", "pp2"])
-def test_the_host_never_waits_where_a_step_is_read_in_the_next_one(layout: str) -> None:
-    results = run(waits, 2, layout, False, torch.float32, True, join=False, seconds=20, limit=45)
-    assert all(counts == [{}, {}] for counts in right(results)), results
+        assert late == [{}, {}]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +81,30 @@ def test_the_host_never_waits_where_a_step_is_read_in_the_next_one(layout: str) 
 def test_a_layer_of_experts_waits_only_for_what_its_exchange_must_know(
     layout: str, dtype: torch.dtype, a_layer: int
 ) -> None:
-    for in_passes, in_step in right(run(waits, 2, layout, True, dtype, join=False, seconds=20, limit=45)):
+    for in_passes, in_step in values(2, "default", waits, layout, True, dtype):
         of_layers = sum(count for place, count in in_passes.items() if "nn/" in place)
         assert of_layers == a_layer * LAYERS * MICRO_BATCHES, in_passes
         assert sum(in_passes.values()) - of_layers == 1, in_passes  # the weights of the step's terms
         assert list(in_step.values()) == [1], in_step
+
+
+LIMITS = {torch.float64: 1e-14, torch.bfloat16: 4 * 2.0**-9}  # at most four roundings lie behind each other
+
+
+def on_a_card(ends: list[int], dtype: torch.dtype, hidden: int) -> tuple[Compared, list[str]]:
+    """What was compared, and the places where the host waited before anything was brought back for it."""
+    found = compared(ends, dtype, "cuda", hidden)
+    waits = [first for kind, _, first, _, _ in device.lib.findings() if kind == "host wait" and "nn/test_" not in first]
+    return found, waits
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize(("dtype", "hidden"), [(torch.float64, 7), (torch.bfloat16, 7), (torch.bfloat16, 8)], ids=str)
+def test_experts_on_a_card_are_a_loop_over_experts(ends: list[int], dtype: torch.dtype, hidden: int) -> None:
+    (result,) = results = run(on_a_card, 1, ends, dtype, hidden)
+    ((numbers, waits),) = right(results)
+    for name, (found, true) in numbers.items():
+        assert error(found, true) < LIMITS[dtype], name
+    kernel = dtype == torch.bfloat16 and hidden % 8 == 0
+    assert bool(waits) != kernel, waits
+    assert ("aten::_grouped_mm" in result.launches) == kernel

@@ -18,8 +18,7 @@ from torch import Tensor
 from tests.parity import cases
 
 from . import communicator, device, right, run
-from .on_cards import values
-from .test_isograd import of_one_device
+from .on_cards import engine_of, micro_batch, values
 from .test_programs import names
 
 BEHIND = 100_000  # launches: no poll of a small program says that the device is done
@@ -50,27 +49,11 @@ def test_g1_early_receives_of_three_stages_stand_still_and_the_tree_s_do_not() -
     assert names(stuck, ("work = op(",), __file__)
     assert all("outside batch_isend_irecv" in f.text for r in results for f in r.of("unbatched pair"))
     results = run(cases.train, 4, "pp4", "deep", 2, seconds=20, limit=60)  # in a world without a device_id
-    of_one_device("pp4", right(results))
+    assert not cases.Case("pp4", "deep", 2).wrong(right(results))
     assert not [f for result in results for f in result.of("unbatched pair")]
 
 
 # -- G2: a work was waited for in a thread, whose current stream is not the user's -------------------------------------
-
-
-class HandleOfBdb32ae:
-    """Its `ready` and `wait`, for one work."""
-
-    def __init__(self, work: Any) -> None:
-        self.work, self.waiter = work, Thread(target=work.wait, daemon=True)
-
-    def ready(self) -> bool:
-        if self.work.is_completed():
-            return True
-        self.waiter.start()
-        return not self.waiter.is_alive()
-
-    def wait(self) -> None:
-        self.waiter.join()
 
 
 def reduced(own: bool) -> Tensor:
@@ -84,11 +67,14 @@ def reduced(own: bool) -> Tensor:
         if own:
             (rows,), handle = raw.reduce_scatter_start(g, mesh.group("dp"), [2, 2])
             handle.arrived_within(0.0)
+            handle.wait()
         else:
             rows = torch.empty(2, device=mesh.device)
-            handle = HandleOfBdb32ae(dist.reduce_scatter_tensor(rows, g, async_op=True))
-            handle.ready()
-        handle.wait()
+            work = dist.reduce_scatter_tensor(rows, g, async_op=True)
+            waiter = Thread(target=work.wait, daemon=True)
+            if not work.is_completed():
+                waiter.start()
+                waiter.join()
         return (rows * 2).cpu()
 
 
@@ -190,19 +176,13 @@ def left_in_backward_of_bdb32ae() -> tuple[int, int]:
 
 def left_in_backward(layout: str) -> tuple[int, int]:
     """The same of an engine: when the gradient of the first parameter, which comes last, is there; and all."""
-    from isograd import Engine, Mesh
-    from isograd.models import Transformer
-
-    mesh, config = Mesh(layout), cases.CONFIGS["llama"]
-    model = Transformer(config, mesh, dtype=torch.float64).to(mesh.device)
-    engine, left = Engine(model, mesh, cases.sgd, clip=cases.CLIP, bucket_mb=0.01), list[int]()
-    tokens, labels, _ = (t.to(mesh.device) for t in cases.micro_batch(config, 0, mesh.rank, 4))
+    engine, left = engine_of(layout, dtype=torch.float64, clip=cases.CLIP), list[int]()
 
     def reductions() -> int:
         return sum(call[2] in ("all_reduce", "reduce_scatter") for call in communicator.World.calls)
 
-    next(model.parameters()).register_hook(lambda _: left.append(reductions()))
-    loss, count = model(tokens=tokens, labels=labels)
+    next(engine.model.parameters()).register_hook(lambda _: left.append(reductions()))
+    loss, count = engine.model(**micro_batch(engine, 0))
     before = reductions()
     engine.backward(loss, weight=count)
     engine.grads()
