@@ -19,7 +19,7 @@ from isograd.errors import IsogradError
 from isograd.hf.force_fp64 import ForceFP64
 from isograd.integrations.shared_rows import CutModels
 
-from .test_cut_sequences import VOCAB, Rows, model, same
+from .test_cut_sequences import VOCAB, Rows, model, one_device, same
 from .worlds import as_lightning_finds_it
 
 fabrics, lightning = pytest.importorskip("lightning.fabric"), pytest.importorskip("lightning.pytorch")
@@ -388,6 +388,45 @@ class Logits(Net):
 class Doubled(Net):
     def training_step(self, batch: Any, number: int) -> Any:
         return 2 * self.model(**batch).loss
+
+
+class Fails(Net):
+    """Once, on rank 1."""
+
+    fails = True
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        if self.fails and world.world()[0] == 1:
+            raise ValueError("a bad row")
+        return super().training_step(batch, number)
+
+
+def behind_an_exception(layout: str, folder: str) -> tuple[list[str], dict[str, Any]]:
+    """Further fits, of the same module and of a new one, until one ends well."""
+    module, said = Fails(), list[str]()
+    while True:
+        with as_lightning_finds_it(), ForceFP64():
+            try:
+                trainer(layout, folder, 3).fit(module, DataLoader(Rows(3), batch_size=1))
+                return said, module.seen
+            except Exception as error:
+                said.append(str(error))
+        module = Fails() if len(said) > 1 else module
+        module.fails = False
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("layout, refused", [("cp2 ring", False), ("tp2", True), ("pp2 1f1b", False)])
+def test_behind_an_exception_a_further_fit_has_the_gradients_of_one_device(
+    worlds, tmp_path: Path, layout: str, refused: bool
+) -> None:
+    """refused: the same module, whose layers hold the connections that were closed."""
+    every = worlds(2).run(behind_an_exception, layout, str(tmp_path))
+    whole = {name: value for _, seen in every for name, value in seen.items()}
+    for rank, (said, seen) in enumerate(every):
+        assert said[0] == "a bad row" if rank == 1 else said[0].startswith("IG870") and "a bad row" in said[0], said
+        assert [text[:5] for text in said[1:]] == ["IG207"] * refused, said
+        same(whole | seen | {"loss": one_device(3)["loss"]}, 3)
 
 
 def refused_under_pp(folder: str) -> list[str]:
