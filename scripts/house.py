@@ -71,7 +71,7 @@ LIMITS = {
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,
-    "reassigned fields of engine, comm, launcher, losses": 30,
+    "reassigned fields of engine, comm, launcher, losses": 31,
     "public class names defined twice": 0,
     "identifiers that are no names": 0,
 }

@@ -113,11 +113,11 @@ class Process(RankContext):
         self.tags.clear()
         if dist.is_initialized():
             on_cards = "nccl" in dist.get_backend()
-            self.left.clear()
-            self.left.extend((_store(None), None if on_cards else "cpu") if why else ())
+            self.left[:] = (_store(None), None if on_cards else "cpu") if why else ()
             if why and on_cards:
                 distributed_c10d._abort_process_group()  # whose kernels may wait for messages that will not come
-            dist.destroy_process_group()
+            else:
+                dist.destroy_process_group()
 
 
 process = Process()
