@@ -111,8 +111,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _of_whole(self, called: str) -> torch.optim.Optimizer:
         if self.engine.mesh.layout.zero:
-            own = "the integration's own, or ig.checkpoint.CheckpointManager"
-            self._refuse(called, f"a checkpoint that all ranks save and load: {own}")
+            self._refuse(called, "what all ranks save and load: the integration's, or ig.checkpoint.CheckpointManager")
         return self.engine.optimizer
 
     def _refuse(self, called: str, expected: str) -> NoReturn:
