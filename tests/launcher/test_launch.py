@@ -268,6 +268,27 @@ def test_functions_of_a_notebook_which_no_file_holds_can_be_launched() -> None:
     assert done.stdout.strip() == "[0, 1, 4]", done.stderr
 
 
+def begins_anew_alone(folder: str) -> str:
+    comm_world.AGAIN_S = 1.0
+    if comm_world.world()[0]:
+        while not (Path(folder) / "said").exists():  # elsewhere, for good
+            time.sleep(0.05)
+        return ""
+    comm_world.leave("a loop failed")
+    try:
+        comm_world.world()
+    except CommError as error:
+        (Path(folder) / "said").write_text(str(error))
+        return str(error)
+    return "it has begun anew"
+
+
+def test_a_rank_whose_others_do_not_begin_anew_is_refused(tmp_path) -> None:
+    began = time.monotonic()
+    assert "IG213" in launch(begins_anew_alone, 2, str(tmp_path), timeout=60)[0]
+    assert time.monotonic() - began < 40
+
+
 ORPHANS = """
     import os, sys, time
     from isograd.launcher.launch import World

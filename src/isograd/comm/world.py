@@ -29,6 +29,7 @@ from isograd.comm.transport import LOST_RANK, Transport, of_torch
 from isograd.errors import CommError, IsogradError, headline
 
 _timeout = timedelta(minutes=30)  # for which a collective waits for a silent rank
+AGAIN_S = 30.0  # for which a rank waits for the others, to make a world in the place of one that a failure has ended
 
 
 def set_collective_timeout(seconds: float) -> None:
@@ -41,11 +42,11 @@ def join(rank: int, world_size: int, store_dir: str, asked: Asked = None) -> Non
     """Join a world of local ranks that meet in a directory: no port is opened, and gloo binds to the loopback."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     store = dist.FileStore(os.path.join(store_dir, "store"), world_size)  # type: ignore[attr-defined]
-    _make_world(store, rank, world_size, asked)
+    _make_world(store, rank, world_size, asked, _timeout.total_seconds())
 
 
-def _make_world(store: Any, rank: int, size: int, asked: Asked) -> None:
-    backend = agree(store, rank, size, asked, _timeout.total_seconds())
+def _make_world(store: Any, rank: int, size: int, asked: Asked, seconds: float) -> None:
+    backend = agree(store, rank, size, asked, seconds)
     place: dict[str, Any] = {"rank": rank, "world_size": size, "device_id": _card(backend)}
     dist.init_process_group(backend, store=store, timeout=_timeout, **place)
 
@@ -60,11 +61,17 @@ def world(asked: Asked = None) -> tuple[int, int]:
         return rank, size
     if dist.is_initialized():
         refuse_late(asked, dist.get_backend())
+    elif process.left:
+        try:
+            _make_world(dist.PrefixStore("again", process.left[0]), rank, size, process.left[1], AGAIN_S)  # type: ignore[attr-defined]
+        except RuntimeError as error:  # no answer, or no connection
+            seen = f"the others have not begun anew within {AGAIN_S:g} s: they have ended, or are elsewhere"
+            raise CommError("IG213", seen=seen) from error
     elif size > 1:
         seconds = _timeout.total_seconds()
-        met, asked = process.left or (meet(seconds)[0], asked)
-        first = restarts.name(met, rank, size, seconds) if restarts.possible() and not process.left else "default_pg"
-        _make_world(dist.PrefixStore("again" if process.left else first, met), rank, size, asked)  # type: ignore[attr-defined]
+        met = meet(seconds)[0]
+        name = restarts.name(met, rank, size, seconds) if restarts.possible() else "default_pg"
+        _make_world(dist.PrefixStore(name, met), rank, size, asked, seconds)  # type: ignore[attr-defined]
     return rank, size
 
 
