@@ -75,8 +75,12 @@ def agree(store: Any, rank: int, size: int, asked: Asked, seconds: float) -> str
     global _joined  # noqa: PLW0603  (one per process, like the world itself)
     mine, limit, answer = propose(rank, asked), timedelta(seconds=seconds), "isograd/device/answer"
     if rank:
-        store.set(f"isograd/device/{rank}", json.dumps(asdict(mine)))
-        store.wait([answer], limit)
+        store.set(here := f"isograd/device/{rank}", json.dumps(asdict(mine)))
+        try:
+            store.wait([answer], limit)
+        except RuntimeError:  # who comes later must not take this rank for one that waits
+            store.delete_key(here)
+            raise
         refused = [Proposal(**one) for one in json.loads(store.get(answer))]
         store.set(f"isograd/device/heard/{rank}", "1")
         proposals = refused or [mine]
