@@ -338,6 +338,22 @@ def test_a_gan_of_two_optimizers_trains_as_one_device(worlds, tmp_path: Path) ->
                 assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), (cases[number // 2], name)
 
 
+def frozen_on_rank_1(folder: str) -> str:
+    module = Gan("before each")
+    module.discriminator.requires_grad_(world.world()[0] == 0)
+    try:
+        fit("dp2 zero1", True, folder, module=module, **GAN)
+    except ig.IsogradError as error:
+        return f"{error.code} {error}"
+    return ""
+
+
+def test_a_member_that_is_frozen_on_one_rank_is_refused_on_all(worlds, tmp_path: Path) -> None:
+    """As an exception leaves it that came between toggle_optimizer and untoggle_optimizer."""
+    for said in worlds(2).run(frozen_on_rank_1, str(tmp_path), timeout=60):
+        assert said.startswith("IG851") and "rank 1" in said, said
+
+
 class Raises(lightning.Callback):
     """Once, in this hook, on these ranks."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isograd.comm.consensus import raise_on_all_ranks
 from isograd.core.attributes import set_attributes
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
@@ -325,11 +326,12 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 def _member_of(module: Any, optimizer: Any, mesh: Mesh) -> Any:
     """The member of the module whose parameters the optimizer has."""
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for name, member in module.named_modules():
-        if name and own == {parameter for parameter in member.parameters() if parameter.requires_grad}:
-            return member
+    members = (member for name, member in module.named_modules() if name)
+    found = next((m for m in members if own == {p for p in m.parameters() if p.requires_grad}), None)
     named = [name for name, parameter in module.named_parameters() if parameter in own][:8]
-    raise IntegrationError("IG851", seen=f"one of several optimizers, of {named}", where=mesh.describe_rank())
+    error = IntegrationError("IG851", seen=f"one of several optimizers, of {named}", where=mesh.describe_rank())
+    raise_on_all_ranks(None if found is not None else error, mesh, IntegrationError)  # frozen on one rank, perhaps
+    return found
 
 
 def _reached_by(loss: Tensor) -> set[int]:

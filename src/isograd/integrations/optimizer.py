@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.checkpoint import CheckpointManager
+from isograd.comm.consensus import raise_on_all_ranks
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Shards, Stats
 from isograd.errors import IntegrationError
@@ -34,12 +35,14 @@ def on_shards(
     foreign = sum(id(parameter) not in names for parameter in given)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     missing = sorted(trained - {names.get(id(parameter), "") for parameter in given})
+    error = None
     if foreign or missing:
         seen = (
             f"tensors that are not the model's: {foreign}; parameters that it does not have: {missing[:8]}"
             f"{' ...' if len(missing) > 8 else ''}"
         )
-        raise IntegrationError("IG851", seen=seen, where=mesh.describe_rank())
+        error = IntegrationError("IG851", seen=seen, where=mesh.describe_rank())
+    raise_on_all_ranks(error, mesh, IntegrationError)  # an exception may have left one rank's parameters frozen
 
     def rebuilt(shards: Shards) -> torch.optim.Optimizer:
         own = dict(shards.named())
