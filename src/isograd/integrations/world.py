@@ -135,11 +135,14 @@ class FailureReport:
         store_set(f"{ENDED}{self.mesh.rank}", "")
         _rank_0_failure.clear()
         if self.mesh.rank:
-            threading.Thread(target=_listen, args=(self.mesh.rank, self._over), daemon=True).start()
+            self._thread = threading.Thread(target=_listen, args=(self.mesh.rank, self._over), daemon=True)
+            self._thread.start()
 
     def end(self) -> None:
         """The loop is over."""
         self._over.set()
+        if self.mesh.rank:  # torch's store aborts a process that ends while a thread is inside it
+            self._thread.join(PATIENCE)
 
     def fail(self, error: BaseException, told: bool) -> None:
         """Note the error with which this rank leaves the loop; of a lost connection, raise IG870, which names the rank

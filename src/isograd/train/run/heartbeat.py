@@ -20,6 +20,7 @@ from isograd.comm.world import clone_store
 from isograd.elastic.progress import StallTimer
 
 OFTEN = 16  # signs of life within the limit
+LAST_S = 5.0  # for the last sign, where the store does not answer
 _VERDICT = "isograd/heartbeat/verdict"
 
 
@@ -51,6 +52,8 @@ class Heartbeat:
     def close(self) -> None:
         """The run has ended: the other ranks expect no sign from here."""
         self._over.set()
+        if self._thread is not None:  # torch's store aborts a process that ends while a thread is inside it
+            self._thread.join(LAST_S)
 
     def lost(self) -> tuple[list[int], bool] | None:
         """(the ranks that give no sign of life, whether this rank is itself cut off); None: all is well."""
