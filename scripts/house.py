@@ -64,7 +64,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_952,
+    "isograd, lines": 51_958,
     "isograd-verify, lines": 16_969,
     "comm + launcher + engine, lines": 9_655,
     "arrows between packages": 140,
