@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which are there, who may write, what a kill left behind, what is pruned.
+"""The folder of a run's checkpoints: who may write, how one gets its name (`commit`), what is there, what is pruned.
 
 lock                          held by rank 0 of the one job that may write here
 step-00000100/                a checkpoint: its name is given last, so one that has it is complete

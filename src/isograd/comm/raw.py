@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -41,12 +40,6 @@ def _transport(group: Group) -> Transport:
         raise CommError("IG201", seen=f"group of ranks {group.ranks}", axes=group.axes)
     found: Transport = group.transport
     return found
-
-
-def _native(work: Any, group: Group, keep: object = None) -> Handle:
-    handle = Handle(group, keep)
-    handle.add(work)
-    return handle
 
 
 def exchange(out: Tensors, into: Tensors, group: Group, tag: int = 0, *, control: bool = False) -> Handle:
@@ -121,8 +114,9 @@ def gather_list(
         return [x]
     transport = _transport(group)
     if isinstance(transport, Nccl):
-        flat = x.new_empty(group.size * x.numel())
-        _native(transport.all_gather(flat, x.contiguous().view(-1)), group).wait()
+        flat, handle = x.new_empty(group.size * x.numel()), Handle(group)
+        transport.all_gather(handle, flat, x.contiguous().view(-1))
+        handle.wait()
         return list(flat.view(group.size, *x.shape))
     known = transport.gather_control(x) if control else None
     if known is not None:  # no message for each rank of a large simulated world
@@ -197,7 +191,8 @@ def all_gather_start(
     perhaps in their place already. `tag`: on gloo, gathers with different tags never meet."""
     transport = _transport(group)
     if isinstance(transport, Nccl) and len(set(sizes)) == 1:
-        return _native(transport.all_gather(whole, mine), group, keep=(whole, mine))
+        transport.all_gather(handle := Handle(group, keep=(whole, mine)), whole, mine)
+        return handle
     pieces = whole.split(list(sizes))
     if pieces[group.index].data_ptr() != mine.data_ptr():
         pieces[group.index].copy_(mine)
@@ -232,7 +227,8 @@ def reduce_scatter_start(
     if not (isinstance(transport, Nccl) and len(set(sizes)) == 1):
         return scatter_start(flat, group, sizes, tag)
     mine = flat.new_empty((sizes[group.index], *flat.shape[1:]))
-    return [mine], _native(transport.reduce_scatter(mine, flat), group, keep=(flat, mine))
+    transport.reduce_scatter(handle := Handle(group, keep=(flat, mine)), mine, flat)
+    return [mine], handle
 
 
 def all_to_all(

@@ -24,7 +24,7 @@ from isograd.comm.transport import Tensors
 _PACKAGE = str(Path(__file__).parents[1])
 _COMM = str(Path(__file__).parent)
 _ONCE = str(Path(__file__).with_name("first_order.py"))  # stands around backwards
-_RAW, _OPS, _HERE = (str(Path(__file__).with_name(f"{name}.py")) for name in ("raw", "ops", "record"))
+_RAW, _OPS = (str(Path(__file__).with_name(f"{name}.py")) for name in ("raw", "ops"))
 
 
 HELPERS = {"exchange", "all_gather_start", "scatter_start", "reduce_scatter_start"}  # of other collectives

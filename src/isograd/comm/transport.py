@@ -145,13 +145,13 @@ class Nccl(Transport):
         for work in dist.batch_isend_irecv(ops) if ops else ():
             handle.add(work)
 
-    def reduce_scatter(self, mine: Tensor, flat: Tensor) -> Any:
+    def reduce_scatter(self, handle: Any, mine: Tensor, flat: Tensor) -> None:
         """The sum of equal chunks of flat tensors: mine."""
-        return _reduce_scatter(mine, flat, group=self.process_group, async_op=True)
+        handle.add(_reduce_scatter(mine, flat, group=self.process_group, async_op=True))
 
-    def all_gather(self, flat: Tensor, mine: Tensor) -> Any:
+    def all_gather(self, handle: Any, flat: Tensor, mine: Tensor) -> None:
         """Equal chunks of every member in one flat tensor."""
-        return _all_gather(flat, mine, group=self.process_group, async_op=True)
+        handle.add(_all_gather(flat, mine, group=self.process_group, async_op=True))
 
     def all_reduce(self, x: Tensor) -> None:
         """In place, and waited for by the current stream."""

@@ -56,7 +56,7 @@ class Mesh:
         """One rank of a world without processes, of any size: programs run on it unchanged, and messages go nowhere.
 
         Data that would arrive are zeros; where ranks compare or count something, all others agree with this one.
-        `comm.record.recording` shows what is sent. world: an `fake.FakeWorld`, the same for ranks of different pipeline
+        `comm.record.recording` shows what is sent. world: a `fake.FakeWorld`, the same for ranks of different pipeline
         stages: its `run` runs them together, so that each hears what the others say.
         """
         mesh = cls.unbound(layout, rank)

@@ -319,7 +319,7 @@ class DataParallel(nn.Module):
         table = self._gather_step_status(Status.FINE)
         step_state.finish_reductions(flush=bool(table.pending.any()))
         weight = float(table.weight.sum())
-        by_rows, backwards = bool(table.more["weights"][:, 0].any()), float(table.more["backwards"].max())
+        by_rows, backwards = bool(table.more["losses"][:, 0].any()), float(table.more["backwards"].max())
         scales = window.scales(weight, by_rows=by_rows, backwards=backwards)
         gather_gradients(step_state, {slot: share for slot, (share, _) in scales.items()})
         window.finish(table.used.any(0).tolist(), weight, scales)

@@ -54,7 +54,7 @@ class Reducer:
     def __init__(self, plan: Plan, mesh: Mesh, *, tree: bool) -> None:
         """`tree`: add in one binary tree."""
         self.plan, self.tree, self._rank = plan, tree, mesh.rank
-        self.number = reserve_tags(mesh.group("world"))  # ranks make theirs in one order
+        self.serial = reserve_tags(mesh.group("world"))  # of its engine: ranks make theirs in one order
         self.groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
         self._native = any(map(raw.is_nccl, self.groups.values()))  # waits are the card's
         self.packings = {bucket: packing_of(bucket.slots) for bucket in plan.buckets}  # planned once, for gathers too

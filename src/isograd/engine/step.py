@@ -3,14 +3,15 @@
 1. `backward(reduce_when)` opens the state BACKWARD. Inside it `backward_loss` seeds a loss with its weight,
    `backward_terms` several ones with their shares of the step (engine/term_weights.py), and `run_backward` runs
    autograd. A gradient is a pending sum from here on, and nothing divides it.
-2. `arrived`: autograd has finished a parameter's gradient. It moves from `.grad` into `now.local`, this rank's own sum
-   over the backwards of the step, in fp32 or fp64 (one alone, as it is packed). `.grad` then refuses to be used.
+2. `arrived`, called by a hook (validation.py): autograd has finished a parameter's gradient. It moves from `.grad` into
+   `now.local`, this rank's own sum over the backwards of the step, in fp32 or fp64 (the only one stays in the model's
+   dtype until it is packed). `.grad` then refuses to be used.
 3. A bucket of gradients leaves `local` for the owners of its rows. `ReduceWhen` says when: with its last gradient
    (GRAD_READY), when backward has left its block (BLOCK_DONE), or at the step (STEP). An autograd hook waits for
    nothing that another rank may not have sent.
 4. `finish_reductions`, at the step: what is still here leaves. My rows arrive summed over the data axes. They are
    summed over the other partial axes of the contract (tp, ties): `now.final_shards`. The state is REDUCED.
-5. `clear` opens the next step: another `GatheredStep` takes the place of `now`, which is all that changes here.
+5. `clear` opens the next step: another `GatheredStep` takes the place of `now`.
 
     OPEN -> BACKWARD -> OPEN -> ... -> REDUCED -> OPEN      FAILED from anywhere; `abandon` leads from it to OPEN
 
@@ -111,7 +112,7 @@ class StepState:
             raise
 
     def change(self, **fields: Any) -> None:
-        """All that a step writes of itself: `now` is made anew."""
+        """Make `now` anew with other values in these fields. Only its tables and lists are added to in place."""
         self.now = replace(self.now, **fields)
 
     def mark_inconsistent(self, why: str) -> None:
@@ -252,11 +253,11 @@ class StepState:
     def accumulate_weight_grad(self, parameter: Tensor, gradient: Tensor, *, last: bool) -> None:
         """A gradient of such a parameter that came later (nn/split_backward.py). `last`: as in `run_backward`."""
         self.must_be(State.BACKWARD)
-        self._taken_in(slot := self._slots[id(parameter)], gradient)
+        self._add(slot := self._slots[id(parameter)], gradient)
         if last and self.now.phase.when is ReduceWhen.GRAD_READY:
             self.on_grad_ready(slot)
 
-    def _taken_in(self, slot: Slot, gradient: Tensor) -> None:
+    def _add(self, slot: Slot, gradient: Tensor) -> None:
         discards = self.now.phase.run is not None and self.now.phase.run.discard
         if self.now.prints is not None and (discards or not self.now.losses):
             self.now.prints.setdefault(slot, fingerprint(gradient))
@@ -309,7 +310,7 @@ class StepState:
         if phase.run is None:
             raise EngineError("IG510", where=self.mesh.describe_rank(), name=slot.name, made_at=self.made_at)
         if gradient is not None:
-            self._taken_in(slot, gradient)
+            self._add(slot, gradient)
         if phase.run.reduces and phase.when is ReduceWhen.GRAD_READY:
             self.on_grad_ready(slot)
 
@@ -345,7 +346,7 @@ class StepState:
     def end(self) -> None:
         """The backward is over: buckets that it has not sent leave, or their gradients stay in `local`."""
         if self.reproducible:
-            self.now.tree.grow([self._taken(slot) for slot in self.plan.slots])
+            self.now.tree.grow([self._pop(slot) for slot in self.plan.slots])
         else:
             self._flush(self.now.phase.unsent)
         if self.units is not None:
@@ -361,12 +362,12 @@ class StepState:
             self._launch(unsent.pop(0))
 
     def _launch(self, bucket: Bucket) -> None:
-        gradients = [self._taken(slot) for slot in bucket.slots]
+        gradients = [self._pop(slot) for slot in bucket.slots]
         if self.keep_full:
             self.now.full.update(zip(bucket.slots, gradients, strict=True))
         self.reducer.launch(bucket, gradients, self.now.sums)
 
-    def _taken(self, slot: Slot) -> Tensor:
+    def _pop(self, slot: Slot) -> Tensor:
         """A gradient out of `now.local`; zeros for a parameter that this rank did not use."""
         gradient = self.now.local.pop(slot, None)
         return zeros_of(slot) if gradient is None else gradient.contiguous()

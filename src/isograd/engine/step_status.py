@@ -1,4 +1,4 @@
-"""The one gather of a step: what every rank must know to decide as all others do.
+"""The one gather of a step: what all ranks decide together from, and the one number that divides gradients.
 
 Each rank sends a few numbers (its weight, its loss, what is wrong with it, how many backwards sent their gradients,
 what its layers found wrong in their input) and one bit per parameter: whether a backward reached it. Every decision of
@@ -187,11 +187,11 @@ def gather(
 ) -> StepStatus:
     """A row of every rank: one message of a few numbers and bits, from host to host, on connections of its own."""
     mesh, sums = step_state.mesh, [step_state.now.weight, loss]
-    more = {"weights": step_state.now.kinds_of_losses(), **more}
+    more = {"losses": step_state.now.kinds_of_losses(), **more}
     if status in (Status.FINE, Status.READS):  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
     numbers = [step_state.now.pending(), status, step_state.now.synced_backwards, settings, note]
-    numbers.append(step_state.reducer.number)
+    numbers.append(step_state.reducer.serial)
     known = torch.tensor(list(map(float, numbers)), dtype=torch.float64)
     used = packed([slot in step_state.now.used for slot in step_state.plan.slots], step_state.widest)
     heads = [torch.as_tensor(number, dtype=torch.float64).reshape(1) for number in sums]
@@ -307,7 +307,7 @@ def refuse_wrong(table: StepStatus, mesh: Mesh) -> None:
     peers = _first(groups, (losses - losses[:, :1]).abs() > SAME_LOSS * losses.abs().amax(1, keepdim=True))
     if peers:
         raise EngineError("IG547", where=mesh.describe_rank(), losses=table.loss[peers].tolist(), peers=peers)
-    kinds = table.more["weights"].tolist() if "weights" in table.more else []
+    kinds = table.more["losses"].tolist() if "losses" in table.more else []
     without, given = ([rank for rank, found in enumerate(kinds) if found[kind]] for kind in range(2))
     if without and given:
         seen = f"losses without a weight on ranks {without}; with one on ranks {given}"

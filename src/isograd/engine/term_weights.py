@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -61,9 +62,8 @@ class TermWeights:
         self.mesh, self.names, self.expected, self.single_backward = mesh, names, expected, single_backward
         columns = () if expected is None else expected[list(mesh.ranks(DATA))].T
         self.weights = {n: float(tree_sum(list(column))) for n, column in zip(names, columns, strict=False)}  # W_t
-        self._received: dict[str, list[Tensor]] = {}
-        self._values: dict[str, list[Tensor]] = {}  # weighted
-        self._parts: dict[str, list[Tensor]] = {}  # the same times the coefficient
+        # By kind and name: weights that came, values times them, the same times the coefficient.
+        self._sums: defaultdict[tuple[int, str], list[Tensor]] = defaultdict(list)
 
     def next_step(self) -> TermWeights:
         """Those of a step of which nothing is announced yet."""
@@ -138,11 +138,11 @@ class TermWeights:
         for name, (value, weight, coefficient) in terms.items():
             count = number_on(value.device, weight)
             mean = weighted(value.detach().double().reshape(()), count)
-            self._received.setdefault(name, []).append(count)
-            self._values.setdefault(name, []).append(mean)
+            self._sums[0, name].append(count)
+            self._sums[1, name].append(mean)
             share = coefficient * self._share(name)
             if coefficient:
-                self._parts.setdefault(name, []).append(mean * coefficient)
+                self._sums[2, name].append(mean * coefficient)
                 losses.append(mean * share)
             if _has_gradient(terms[name]) and self._left_out(terms[name]):
                 left_out.append(value)
@@ -161,9 +161,8 @@ class TermWeights:
 
     def columns(self) -> Tensor:
         """What the other ranks must know at the step: the weights that came, weighted values, and parts of the loss."""
-        device, kinds = self.mesh.device, (self._received, self._values, self._parts)
-        zero = partial(torch.zeros, (), dtype=torch.float64)
-        sums = [tree_sum(kind.get(n) or [zero()]).to(device) for kind in kinds for n in self.names]
+        device, nothing = self.mesh.device, [torch.zeros((), dtype=torch.float64)]
+        sums = [tree_sum(self._sums.get((kind, n), nothing)).to(device) for kind in range(3) for n in self.names]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=device)
 
     def refuse_incomplete(self, columns: Tensor) -> None:

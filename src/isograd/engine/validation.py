@@ -1,6 +1,7 @@
-"""What the engine refuses, at start where it can and at the call that goes wrong where it cannot.
+"""What the engine refuses, at start where it can and else at the call that goes wrong; and how it takes a model over.
 
-Each refusal names a state in which gradients would be silently wrong.
+Each refusal names a state in which gradients would be silently wrong. To take over: the holder before is detached,
+replicas are made equal, and each parameter gets the hook with which its gradient enters the step (`replace_hook`).
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Window:
     def columns(self) -> dict[str, Tensor]:
         """What the other ranks must know, for the gather of a reduction."""
         weights = self.now.plain, self.now.weighed
-        known = {"weights": weights, "backwards": (self.now.running.backwards,), "steps": (self.now.steps,)}
+        known = {"losses": weights, "backwards": (self.now.running.backwards,), "steps": (self.now.steps,)}
         return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in known.items()}
 
     def problem(self, mesh: Mesh) -> EngineError | None:

@@ -1,7 +1,7 @@
 """Which bytes leave a rank in a step, by axes, as the engine sends them: in closed form.
 
 A Transfer is one message or collective, with the bytes that leave this rank in it. costs.py gives it a time. The sums
-over a step equal the record of an simulated rank, byte for byte, where rows and heads divide evenly
+over a step equal the record of a simulated rank, byte for byte, where rows and heads divide evenly
 (tests/plan/test_comm_volume.py).
 """
 

@@ -1,6 +1,6 @@
 """Whether a checkpoint would hold every element of every tensor once: who writes what, of all ranks of a world.
 
-An simulated rank says what it writes itself (engine/state.py's parts, after a step). Of the ranks between them, the
+A simulated rank says what it writes itself (engine/state.py's parts, after a step). Of the ranks between them, the
 plan of the first rank of their stage says it: contracts and row cuts name the box of every rank.
 """
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed config as the settings of a loop that keeps its own model, data and steps."""
+"""A DeepSpeed config as layout and settings of `initialize`, whose loop keeps its own model, data and steps."""
 
 from __future__ import annotations
 
