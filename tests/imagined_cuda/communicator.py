@@ -159,6 +159,7 @@ class Communicator:
             self._broken = [error]
             raise
 
+    @torch.inference_mode()  # else tensors that were made in it take nothing
     def _exchange_next(self, job: Job) -> None:
         """First what ranks call or send, then the bytes. They match by order alone."""
         sends, receives = ([(m, t) for m, t in each if m != self.index] for each in (job.sends, job.receives))
