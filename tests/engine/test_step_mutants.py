@@ -117,7 +117,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "a step that is dropped keeps gradients": (StepState, "abandon", keeps_some),
     "clear keeps reduced rows": (StepState, "clear", keeps_rows),
     "clear keeps the weight": (StepState, "clear", keeps_weight),
-    "a gradient that leaves stays as well": (StepState, "_taken", taken_and_kept),
+    "a gradient that leaves stays as well": (StepState, "_pop", taken_and_kept),
     "what has not left is forgotten at the step": (GatheredStep, "pending", lambda f: never_pending),
     "a backward that stays loses what stayed before": (StepState, "begin", lambda f: before(f, at_end_forgets)),
     "a further reduction replaces the one before": (Reducer, "_add", lambda f: replaces),

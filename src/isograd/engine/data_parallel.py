@@ -109,11 +109,11 @@ class DataParallel(nn.Module):
             validation.refuse_cut(table, mesh)
             if layers := len(StepCounters(module, mesh).members):  # which steps are taken is not seen here
                 raise EngineError("IG569", where=mesh.describe_rank(), layers=layers)
-            validation.refuse_stray_grads(table, mesh)
+            validation.refuse_parameters(module, table, mesh)
             return table
 
         table = validation.check_together(check_locally, mesh)
-        validation.check_supported_parameters(module, table, mesh)
+        validation.warn_of_half_sums(module, mesh)
         self._plan = make_plan(table, mesh, int((bucket_cap_mb or 16.0) * 2**20))
         validation.check_plan(self._plan, table, module, mesh)
         FirstValues(module, table, mesh, None).fill(table)

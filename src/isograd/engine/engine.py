@@ -96,17 +96,19 @@ class Engine:
         validation.check_arguments(model, mesh, optimizer)
         validation.detach_previous_engine(model, mesh)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
+        options: dict[str, Any] = {"clip": clip, "reproducible": reproducible, "overlap": overlap}
+        options |= {"bucket_mb": bucket_mb, "loss_scale": loss_scale}
 
         def check_locally() -> tuple[ContractTable, dict[str, int | None], FirstValues]:
-            validation.check_options(model, mesh, offload, accumulate, overlap=overlap, reproducible=reproducible)
+            validation.check_options(model, mesh, offload, accumulate, options)
             table = contracts(model, mesh)
-            validation.refuse_stray_grads(table, mesh)
+            validation.refuse_parameters(model, table, mesh)
             return table, muon.owners(table, mesh, matrices), FirstValues(model, table, mesh, weights)
 
         self.table, owners, first = validation.check_together(check_locally, mesh)
         self.pipeline = validation.pipeline_of(model, mesh)
-        options = {"clip": clip, "reproducible": reproducible, "overlap": overlap, "bucket_mb": bucket_mb}
-        widest = validation.check_supported_parameters(model, self.table, mesh, options | {"loss_scale": loss_scale})
+        widest = validation.widest_stage(self.table, mesh, options)
+        validation.warn_of_half_sums(model, mesh)
         stage = mesh.layout.zero
         parts = (repeated_blocks(model) if blocks is None else list(blocks)) if stage == 3 else []
         self.plan = make_plan(self.table, mesh, int(bucket_mb * 2**20), homes(parts), owners)

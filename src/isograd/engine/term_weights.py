@@ -25,7 +25,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -161,8 +161,8 @@ class TermWeights:
 
     def columns(self) -> Tensor:
         """What the other ranks must know at the step: the weights that came, weighted values, and parts of the loss."""
-        device, nothing = self.mesh.device, [torch.zeros((), dtype=torch.float64)]
-        sums = [tree_sum(self._sums.get((kind, n), nothing)).to(device) for kind in range(3) for n in self.names]
+        device, zero = self.mesh.device, partial(torch.zeros, (), dtype=torch.float64)
+        sums = [tree_sum(self._sums.get((kind, n)) or [zero()]).to(device) for kind in range(3) for n in self.names]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=device)
 
     def refuse_incomplete(self, columns: Tensor) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from numbers import Real
-from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakMethod, ref
 
@@ -62,48 +61,40 @@ def clip_problem(clip: object, mesh: Mesh) -> EngineError | None:
     return None if right else EngineError("IG522", seen=f"clip={clip!r}", where=mesh.describe_rank())
 
 
-def check_supported_parameters(
-    model: nn.Module, table: ContractTable, mesh: Mesh, options: Mapping[str, object] = MappingProxyType({})
-) -> int:
-    """The engine trains real gradients, one value for each element. On all ranks alike: stages hold different
-    parameters. `options`: by which ranks scale, or send and wait. Returns the number of trainable parameters of the
-    stage that has most."""
-    _warn_of_half_sums(model, mesh)
-    trained = [r for r in table if r.parameter.requires_grad]
-    complex_ones = [r.name for r in trained if r.parameter.is_complex()]
-    sparse = [
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
-    ]
-    hooked = [r.name for r in table if hooks_of(r.parameter)]
-    spelled = {name: str(value) for name, value in options.items()}
-    notes = all_gather_object([complex_ones, sparse, hooked, spelled, len(trained)], mesh)
-    counts = [notes[rank][4] for rank in mesh.ranks("pp")]
-    if len(counts) > 1 and not all(note[4] for note in notes):  # each rank's optimizer needs something to step
+def refuse_parameters(model: nn.Module, table: ContractTable, mesh: Mesh) -> None:
+    """Of one rank's own: the engine trains real gradients, one value for each element, and weighs each itself; and it
+    needs something to train."""
+    trained = [record for record in table if record.parameter.requires_grad]
+    for record in trained:
+        if record.parameter.grad is not None:
+            raise EngineError("IG507", where=mesh.describe_rank(), name=record.name)
+    if not trained and mesh.size("pp") == 1:  # one of several stages: IG523
+        raise EngineError("IG501", seen=f"{len(table)} parameters, all frozen", where=mesh.describe_rank())
+    if hooked := [r.name for r in table if hooks_of(r.parameter)]:
+        raise EngineError("IG545", where=mesh.describe_rank(), names=hooked[:8])
+    if complex_ones := [r.name for r in trained if r.parameter.is_complex()]:
+        raise EngineError("IG541", seen=f"complex: {complex_ones[:8]}", where=mesh.describe_rank())
+    tables = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    if sparse := [f"{name}.weight" for name, module in tables if module.weight.requires_grad]:
+        raise EngineError("IG544", seen=f"sparse=True: {sparse[:8]}", where=mesh.describe_rank())
+
+
+def widest_stage(table: ContractTable, mesh: Mesh, options: Mapping[str, object]) -> int:
+    """The number of trainable parameters of the stage that has most. On all ranks alike, refuses stages of which some
+    have none, and `options` that are not equal: by them ranks scale, or send and wait."""
+    count = sum(record.parameter.requires_grad for record in table)
+    notes = all_gather_object([{name: str(value) for name, value in options.items()}, count], mesh)
+    counts = [notes[rank][1] for rank in mesh.ranks("pp")]
+    if len(counts) > 1 and not all(count for _, count in notes):  # each rank's optimizer needs something to step
         raise EngineError("IG523", seen=f"trainable parameters of the pp ranks: {counts}", where=mesh.describe_rank())
-    complex_ones, sparse, hooked = (list(dict.fromkeys(n for note in notes for n in note[kind])) for kind in range(3))
-    given = {name: {note[3][name] for note in notes} for name in options}
+    given = {name: {said[name] for said, _ in notes} for name in options}
     unlike = [f"{name} is {' or '.join(sorted(values))}" for name, values in given.items() if len(values) > 1]
-    clip, bucket, scale = options.get("clip"), options.get("bucket_mb", 1.0), options.get("loss_scale")
-    if clip_problem(clip, mesh) is not None:
-        unlike.append(f"clip={clip!r}")
-    if not (isinstance(bucket, Real) and 0 < float(bucket) < math.inf):
-        unlike.append(f"bucket_mb={bucket!r}")
-    if not (scale is None or isinstance(scale, LossScale)):
-        unlike.append(f"loss_scale={scale!r}")
     if unlike:
         raise EngineError("IG522", seen="; ".join(unlike), where=mesh.describe_rank())
-    if hooked:
-        raise EngineError("IG545", where=mesh.describe_rank(), names=hooked[:8])
-    if complex_ones:
-        raise EngineError("IG541", seen=f"complex: {complex_ones[:8]}", where=mesh.describe_rank())
-    if sparse:
-        raise EngineError("IG544", seen=f"sparse=True: {sparse[:8]}", where=mesh.describe_rank())
     return int(max(counts))
 
 
-def _warn_of_half_sums(model: nn.Module, mesh: Mesh) -> None:
+def warn_of_half_sums(model: nn.Module, mesh: Mesh) -> None:
     """torch adds gradients of embeddings and norms in the dtype of the weight, on CPUs."""
     if mesh.rank or mesh.device.type != "cpu":
         return
@@ -115,7 +106,7 @@ def _warn_of_half_sums(model: nn.Module, mesh: Mesh) -> None:
         warnings.warn(
             f"on CPUs torch adds up the half-precision gradients of {', '.join(found[:4])} in half precision, and "
             "loses most of long sums: call isograd.nn.use_fp32_sums(model) before the Engine is made",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
@@ -159,15 +150,20 @@ def detach_previous_engine(model: nn.Module, mesh: Mesh) -> None:
         before.dissolve()
 
 
-def check_options(
-    model: nn.Module, mesh: Mesh, offload: bool, accumulate: str, *, overlap: bool, reproducible: bool
-) -> None:
+def check_options(model: nn.Module, mesh: Mesh, offload: bool, accumulate: str, options: Mapping[str, Any]) -> None:
     """What one rank can say of its own model and options."""
     refuse_wrapped(model, mesh)
     refuse_without_stages(model, mesh)
-    if mesh.size("pp") > 1 and reproducible:
+    bucket, scale, repeats = options["bucket_mb"], options["loss_scale"], options["reproducible"]
+    if (problem := clip_problem(options["clip"], mesh)) is not None:
+        raise problem
+    if not (isinstance(bucket, Real) and 0 < float(bucket) < math.inf):
+        raise EngineError("IG522", seen=f"bucket_mb={bucket!r}", where=mesh.describe_rank())
+    if not (scale is None or isinstance(scale, LossScale)):
+        raise EngineError("IG522", seen=f"loss_scale={scale!r}", where=mesh.describe_rank())
+    if mesh.size("pp") > 1 and repeats:
         raise EngineError("IG520", seen=f"reproducible=True under {str(mesh.layout)!r}", where=mesh.describe_rank())
-    asked = {"overlap=False": not overlap, "reproducible=True": reproducible, "a pipeline": mesh.size("pp") > 1}
+    asked = {"overlap=False": not options["overlap"], "reproducible=True": repeats, "a pipeline": mesh.size("pp") > 1}
     against = [what for what, given in asked.items() if given]
     what, expected = "no such way to accumulate", "'local' or 'sharded'"
     if accumulate == "sharded" and against:
@@ -199,16 +195,6 @@ def refuse_shared_elements(plan: Plan, mesh: Mesh) -> None:
                     names = [slot.name for slot in slots]
                     raise EngineError("IG573", seen=f"{names}, in different orders", where=mesh.describe_rank())
                 place.fill_(True)
-
-
-def refuse_stray_grads(table: ContractTable, mesh: Mesh) -> None:
-    """The engine weighs each gradient itself; and it needs something to train."""
-    trained = [record for record in table if record.parameter.requires_grad]
-    for record in trained:
-        if record.parameter.grad is not None:
-            raise EngineError("IG507", where=mesh.describe_rank(), name=record.name)
-    if not trained and mesh.size("pp") == 1:  # one of several stages: IG523
-        raise EngineError("IG501", seen=f"{len(table)} parameters, all frozen", where=mesh.describe_rank())
 
 
 def check_plan(plan: Plan, table: ContractTable, model: nn.Module, mesh: Mesh) -> None:
