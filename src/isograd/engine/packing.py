@@ -55,6 +55,7 @@ class Packing:
         # Of each parameter in a chunk: what the first owner has, which has the most.
         self._lengths = [slot.cuts[1] * width for slot, width in zip(slots, self._widths, strict=True)]
         self._pads = [self.owners.size * n - math.prod(s) for n, s in zip(self._lengths, self._shapes, strict=True)]
+        self._lengths_of = [self._lengths] * self.owners.size  # in the chunk of each owner
         self.sizes: tuple[int, ...] = (sum(self._lengths),) * self.owners.size
 
     def pack(self, tensors: Sequence[Tensor], buffers: Buffers) -> Tensor:
@@ -85,7 +86,7 @@ class Packing:
         """The owner's rows (mine when left out) in its chunk, as views."""
         owner = self.owners.index if owner is None else owner
         found = []
-        parts = chunk.split(self._lengths)
+        parts = chunk.split(self._lengths_of[owner])
         for part, slot, shape, width in zip(parts, self.slots, self._shapes, self._widths, strict=True):
             count = slot.cuts[owner + 1] - slot.cuts[owner]
             whole = part.numel() == count * width  # each view takes the host a while
@@ -116,26 +117,17 @@ class WholeMatrices(Packing):
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         super().__init__(slots)
-        self._homes = [next(o for o in range(self.owners.size) if s.cuts[o + 1]) for s in slots]
-        self._order = sorted(range(len(slots)), key=self._homes.__getitem__)
-        self._lengths = [math.prod(shape) for shape in self._shapes]
-        self.sizes = tuple(
-            sum(n for n, home in zip(self._lengths, self._homes, strict=True) if home == owner)
-            for owner in range(self.owners.size)
-        )
+        homes = [next(o for o in range(self.owners.size) if s.cuts[o + 1]) for s in slots]
+        self._order = sorted(range(len(slots)), key=homes.__getitem__)
+        self._lengths, self._pads = [math.prod(shape) for shape in self._shapes], [0] * len(slots)
+        of = list(zip(self._lengths, homes, strict=True))
+        self._lengths_of = [[n if home == owner else 0 for n, home in of] for owner in range(self.owners.size)]
+        self.sizes = tuple(map(sum, self._lengths_of))
 
     def pack(self, tensors: Sequence[Tensor], buffers: Buffers) -> Tensor:
         """Full matrices as one flat tensor."""
         flat = buffers.take(tensors[0], sum(self.sizes), self.slots[0].dtype)
         return torch.cat([tensors[i].reshape(-1) for i in self._order], out=flat)
-
-    def rows(self, chunk: Tensor, owner: int | None = None) -> list[Tensor]:
-        """The owner's matrices, as views, and no row of the others."""
-        owner = self.owners.index if owner is None else owner
-        of_owner = [i for i in self._order if self._homes[i] == owner]
-        found = {i: p.view(self._shapes[i]) for i, p in zip(of_owner, chunk.split([self._lengths[i] for i in of_owner]),
-                                                            strict=True)}  # fmt: skip
-        return [found[i] if i in found else chunk.new_empty(0, *shape[1:]) for i, shape in enumerate(self._shapes)]
 
     def unpack(self, flat: Tensor, targets: Sequence[Tensor]) -> None:
         """A flat tensor into full matrices."""
