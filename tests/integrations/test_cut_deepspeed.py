@@ -142,3 +142,26 @@ def test_two_layouts_that_differ_are_refused(worlds) -> None:
         assert said["stage"] == "IG865 zero_optimization.stage is not the zero3 of layout"
         assert said["size"].startswith("IG865 autotp_size is not the 2 of layout")
         assert said["two"].startswith("IG868 two of layout") and said["stages"].startswith("IG855 ")
+
+
+def parted(layout: str) -> list[str]:
+    """The rows of the second step are other ones on rank 1."""
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = ig.integrations.deepspeed.initialize(model=model("llama"), config=config, layout=layout)
+    rows, said = Rows(3), []
+    for step in range(3):
+        number = 2 if step == 1 and world.world()[0] else step
+        batch = {name: value[None] for name, value in rows[number].items()}
+        try:
+            engine.backward(engine(**batch).loss)
+            engine.step()
+            said.append("trained")
+        except IsogradError as error:
+            said.append(error.code)
+    return said
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("layout", ["cp2 ulysses zero1", "cp2 ring zero3", "tp2 sp"])
+def test_ranks_of_a_group_that_come_to_have_other_rows_are_refused(worlds, layout: str) -> None:
+    assert worlds(2).run(parted, layout) == [["trained", "IG516", "trained"]] * 2

@@ -134,7 +134,7 @@ class InputChecks:
 
     def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._evaluating or torch.is_grad_enabled():
-            self.add(model, args, kwargs)
+            self.add(model, getattr(kwargs.get("isograd"), "given", (args, kwargs)))  # of a part, the whole batch
 
     def clear(self) -> None:
         """A new step begins."""
