@@ -214,6 +214,25 @@ def test_a_rank_that_saves_alone_is_told_and_a_step_has_weights_or_rows(worlds) 
     assert worlds(2).run(saves_alone) == [("IG555", "IG535")] * 2
 
 
+def weighs_alone() -> str:
+    """Rank 0 gives its losses weights, the other one none: rows and labels would be added. The next step is right."""
+    engine, *_ = made(1)
+    try:
+        for number in range(2):
+            rows, labels = micro(0, number)
+            engine.backward(engine(rows, labels), weight=None if world.world()[0] else 1)
+        engine.engine.step()
+    except ig.IsogradError as error:
+        engine.backward(engine(rows, labels), weight=1)
+        engine.engine.step()
+        return error.code
+    return "trained"
+
+
+def test_ranks_of_which_one_gives_weights_are_refused(worlds) -> None:
+    assert worlds(2).run(weighs_alone) == ["IG535"] * 2
+
+
 @pytest.mark.parametrize("call", ["engine", "optimizer"])
 def test_gradients_that_are_zeroed_in_the_middle_of_a_step_are_refused(call: str) -> None:
     """DeepSpeed's own drops them at stage 0 alone, and counts on. A loop that zeroed at each micro-batch trained

@@ -72,7 +72,7 @@ class GatheredStep:
     phase: Phase = field(default_factory=Phase)
     weight: Tensor | float = 0.0
     losses: list[Tensor] = field(default_factory=list)  # weighted, one per backward
-    kinds: set[str] = field(default_factory=set)  # "weighed", "plain": of losses with a weight, without
+    kinds: set[str] = field(default_factory=set)  # "weighed", "plain": of losses with a weight, without ("rows")
     synced_backwards: int = 0  # whose buckets left, which every owner must run equally often
     used: set[Slot] = field(default_factory=set)  # reached by a backward
     local: dict[Slot, Tensor] = field(default_factory=dict)  # my own gradients, not reduced
@@ -113,7 +113,7 @@ class GatheredStep:
     def note(self, weight: Tensor | float | None) -> None:
         """What the caller gave a loss; a zero, which takes it out, goes with losses of both kinds."""
         if weight is None or (isinstance(weight, Tensor) and weight.device.type != "cpu") or weight != 0:
-            self.kinds.add("plain" if weight is None else "weighed")
+            self.kinds.add("plain" if weight is None or "rows" in self.kinds else "weighed")
 
     def kinds_of_losses(self) -> Tensor:
         """For the gather of the step: whether there are losses without a weight, and with one."""

@@ -89,8 +89,9 @@ class LabelCounter:
             return given
         if self._speaks:
             print(f"isograd: {self._call} without weight=: losses weigh their rows", file=sys.stderr)
-        self._speaks = False
-        return self._rows if rows is None else rows
+        self._speaks, rows = False, self._rows if rows is None else rows
+        engine.step_state.now.kinds.update({"rows"} if rows else ())
+        return rows
 
 
 def rows_in(batch: object) -> int | None:
