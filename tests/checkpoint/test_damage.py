@@ -18,7 +18,7 @@ from isograd.checkpoint import CheckpointManager, NotFinite, folder, manifest
 from isograd.checkpoint.manifest import Damage
 from isograd.checkpoint.read import Reader
 from isograd.engine import state
-from isograd.errors import CheckpointError
+from isograd.errors import CheckpointError, EngineError
 from tests import fuzz as mutations
 from tests.checkpoint import toys
 
@@ -105,6 +105,21 @@ def test_damage_is_said_once_with_the_place_and_the_older_checkpoint_is_taken(
         break_it(home / folder.name_of(1))
         with pytest.raises(CheckpointError, match=r"IG936: every checkpoint in .* is damaged"):
             keeper.load()
+
+
+def test_a_load_that_failed_half_way_leaves_nothing_to_train_on(two: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(two, home)
+    flip(shard(home / folder.name_of(2)), -1)
+    engine = toys.engine_of("1", "gpt2", seed=3)
+    with CheckpointManager(home, engine) as keeper:
+        with pytest.raises(CheckpointError, match="IG936"):
+            keeper.load(home / folder.name_of(2))
+        for _ in range(2):
+            with pytest.raises(EngineError, match=r"IG559(.|\n)*a load of step-00000002 that failed half way"):
+                toys.train(engine, 2, 3, gradients=False)
+        assert keeper.load(home / folder.name_of(1)) is not None
+        toys.train(engine, 1, 2, gradients=False)
 
 
 def test_damage_names_the_tensor(two: Path, tmp_path: Path) -> None:

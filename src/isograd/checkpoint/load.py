@@ -104,7 +104,11 @@ def _load(engine: Engine, place: Place, beat: Callable[[str], None]) -> Loaded:
         _refuse_other_optimizer(engine, reader.manifest, place)
         _together(engine, lambda: _check_state(engine, reader.manifest))
         _refuse_other_switches(engine, reader.manifest, place)
-        _together(engine, lambda: _read(engine, reader, beat))
+        try:
+            _together(engine, lambda: _read(engine, reader, beat))
+        except BaseException:  # what was read until then is in the model
+            engine.step_state.mark_inconsistent(f"a load of {place.name} that failed half way")
+            raise
     finally:
         reader.close()
     state.take_numbers(engine, reader.manifest.numbers)
