@@ -143,6 +143,10 @@ def test_experts_and_virtual_stages_of_megatron() -> None:
         ("--micro-batch-size 3 --global-batch-size 8", "global_batch_size"),
         ("--lr-decay-style WSD --lr-wsd-decay-style exponential", "lr_wsd_decay_style"),
         ("--tensor-model-parallel-size two", "tensor_model_parallel_size"),
+        ("--wandb-exp-name run#3 --squared-relu", "squared_relu"),  # a # within a word begins no comment
+        ("--tensorboard-dir ${SAVE##*/} --squared-relu", "squared_relu"),
+        ("(--bf16 \\\n # --fp16 \\\n --squared-relu)", "squared_relu"),  # and one ends with its line
+        ("--bf16 # \"it's a comment\n--squared-relu", "squared_relu"),
     ],
 )
 def test_what_would_train_otherwise_is_refused_by_name(words: str, key: str) -> None:
@@ -165,6 +169,32 @@ def test_scripts_without_a_model_are_refused(text: str) -> None:
         megatron_config.convert(megatron_config.arguments_of(text), 1)
 
 
+def test_a_variable_of_itself_is_what_the_script_adds() -> None:
+    for text in ('A="$A --bf16"\nprogram $A', 'A="$B --bf16"\nB="$A --fp16"\nprogram $B'):
+        assert megatron_config.arguments_of(text)["bf16"] is True
+
+
+@pytest.mark.parametrize(("kinds", "fate"), [("flash", "taken"), ("global", "taken"), ("local", "refused")])
+def test_an_attention_that_is_not_full_is_refused(kinds: str, fate: str) -> None:
+    found = megatron_config.convert(NEOX | {"attention-config": [[[kinds], "all"]]}, 96, neox=True)[1]
+    assert fates(found)["attention_config"] == fate
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train_batch_size: 8\non: 1\n",
+        "train_batch_size: 8\nzero_optimization: {on: 1}\n",
+        "distributed_type: FSDP\nfsdp_config: {3: 4}\n",
+        "num_layers: 2\nhidden_size: 8\nnum_attention_heads: 1\n1: 2\n",
+    ],
+)
+def test_keys_that_are_no_words_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "odd.yaml").write_text(text)
+    assert main(["config", "from", str(tmp_path / "odd.yaml"), str(tmp_path / "run.yaml")]) == 2
+    assert capsys.readouterr().out.startswith("refused")
+
+
 @pytest.mark.parametrize("text", ["A=$A$A$A\n" * 60, ("A=" + "$A" * 20 + "\n") * 6, "--lr " + "$A" * 300_000])
 def test_variables_of_a_script_grow_up_to_a_limit(text: str) -> None:
     with pytest.raises(IntegrationError, match="IG863: variables that grow"):
@@ -184,6 +214,15 @@ def test_a_script_is_never_run(tmp_path: Path) -> None:
     )
     megatron_config.arguments_of(text)
     assert not list(tmp_path.iterdir())
+
+
+def test_each_key_of_accelerates_sections_is_named_and_micro_batches_are_taken() -> None:
+    sizes = FSDP["parallelism_config"] | {"parallelism_config_sp_backend": "deepspeed"}
+    found = fates(accelerate_config.convert(FSDP | {"parallelism_config": sizes}, None)[1])
+    assert found["parallelism_config.parallelism_config_sp_backend"] == "meaningless"
+    words = {"megatron_lm_tp_degree": 2, "megatron_lm_pp_degree": 2, "megatron_lm_num_micro_batches": 3}
+    config, _ = accelerate_config.convert({"num_processes": 8, "megatron_lm_config": words}, None)
+    assert (config["layout"], config["batch"], config["micro_batches"]) == ("dp2 tp2 pp2", 6, 3)
 
 
 def test_files_of_accelerate() -> None:

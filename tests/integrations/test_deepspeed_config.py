@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import isograd as ig
 from isograd.cli.main import main
 from isograd.errors import IntegrationError
 from isograd.integrations.deepspeed.config import convert
@@ -61,6 +63,17 @@ def test_what_the_file_leaves_out_is_as_deepspeed_has_it() -> None:
     assert [row.key for row in rows if row.fate == "open"] == ["optimizer"]
     assert convert({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}}, 4)[0]["layout"] == "dp2 tp2"
     assert convert({"train_batch_size": 8, "sequence_parallel_size": 2}, 4)[0]["layout"] == "dp2 cp2 ulysses"
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_an_optimizer_of_torchs_own_has_torchs_weight_decay(kind: str) -> None:
+    """DeepSpeed gives its own none."""
+    for more, decay in (({}, 0.0), ({"torch_adam": True}, 0.01), ({"torch_adam": True, "weight_decay": 0.1}, 0.1)):
+        given = {"type": kind, "params": more}
+        assert convert({"train_batch_size": 1, "optimizer": given}, 1)[0]["optimizer"]["weight_decay"] == decay
+        values = {"train_batch_size": 1, "optimizer": given}
+        engine, *_ = ig.integrations.deepspeed.initialize(model=torch.nn.Linear(1, 1), config=values)
+        assert engine.engine.optimizer.param_groups[0]["weight_decay"] == decay
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ IDLE = {
     **dict.fromkeys(("fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_backward_prefetch",
                      "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states", "fsdp_min_num_params",
                      "fsdp_cpu_ram_efficient_loading", "fsdp_state_dict_type", "fsdp_version",
-                     "zero3_init_flag", "zero3_save_16bit_model", "megatron_lm_num_micro_batches",
-                     "deepspeed_moe_layer_cls_names"), WRAPS),
+                     "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_moe_layer_cls_names"), WRAPS),
+    **dict.fromkeys(("parallelism_config_cp_", "parallelism_config_sp_"), "isograd cuts and exchanges as it does"),
     "downcast_bf16": "only for TPUs",
 }  # fmt: skip
 
@@ -30,16 +30,14 @@ def convert(values: dict[str, Any], ranks: int | None) -> tuple[dict[str, Any], 
     ranks = ranks or every
     words = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
     dtype = keys.word("mixed_precision", "model.dtype", words, "no")
-    sizes, stage, clip, parts = {"tp": 1, "cp": 1, "pp": 1}, 0, None, 1
+    stage, clip, parts = 0, None, 1
     cut, fsdp = keys.section("parallelism_config"), keys.section("fsdp_config")
     _, shards, tp, cp, sp = (
         cut.positive_int(f"parallelism_config_{name}_size", "layout", 1)
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     )
-    sizes |= {"tp": tp, "cp": max(cp, sp)}
-    method = " ring" if cp > 1 else " ulysses"
-    for name in ("cp_backend", "sp_backend", "cp_comm_strategy"):
-        cut.values.pop(f"parallelism_config_{name}", None)
+    sizes = {"tp": tp, "cp": max(cp, sp), "pp": 1}
+    method = " ring" if cp > 1 else " ulysses" if sp > 1 else ""
     if cp > 1 and sp > 1:
         cut.row(
             "parallelism_config_cp_size", cp, "refused", f"beside sp_size {sp}: write layout cp{cp * sp} ulysses{sp}"
@@ -47,9 +45,7 @@ def convert(values: dict[str, Any], ranks: int | None) -> tuple[dict[str, Any], 
     recompute = fsdp.flag("fsdp_activation_checkpointing", "model.recompute")
     if shards > 1 or values.get("distributed_type") == "FSDP":
         stage = _fsdp_stage(fsdp)
-    offload = fsdp.flag("fsdp_offload_params", "optimizer.offload, and its parameters")
-    if offload:
-        fsdp.row("fsdp_offload_params", True, "refused", "take it out, and set optimizer.offload")
+    fsdp.take("fsdp_offload_params", "off: take it out, set optimizer.offload", lambda v: v is False, None, "nothing")
     speed, megatron = keys.section("deepspeed_config"), keys.section("megatron_lm_config")
     if speed.values:
         stage = speed.take("zero_stage", "0 to 3", lambda v: type(v) is int and 0 <= v <= 3, 2, "layout: zero")
@@ -57,16 +53,15 @@ def convert(values: dict[str, Any], ranks: int | None) -> tuple[dict[str, Any], 
         clip = speed.number("gradient_clipping", "optimizer.clip")
         for name in ("offload_optimizer_device", "offload_param_device"):
             speed.word(name, "nothing: it is off", ("none",))
-        if "deepspeed_config_file" in speed.values:
-            file = speed.values.pop("deepspeed_config_file")
-            speed.row("deepspeed_config_file", file, "refused", f"convert that file: isograd config from {file}")
+        speed.take("deepspeed_config_file", "read here: isograd config from it", lambda v: False, None, "all of it")
     if megatron.values:
         sizes["tp"] = megatron.positive_int("megatron_lm_tp_degree", "layout: tp", 1)
         sizes["pp"] = megatron.positive_int("megatron_lm_pp_degree", "layout: pp", 1)
+        parts = megatron.positive_int("megatron_lm_num_micro_batches", "micro_batches", 1)
         clip = megatron.number("megatron_lm_gradient_clipping", "optimizer.clip")
         recompute = megatron.flag("megatron_lm_recompute_activations", "model.recompute") or recompute
         stage = int(megatron.flag("megatron_lm_use_distributed_optimizer", "layout: zero1"))
-    sequence = megatron.flag("megatron_lm_sequence_parallelism", "layout: sp") and sizes["tp"] > 1
+    sequence = " sp" if megatron.flag("megatron_lm_sequence_parallelism", "layout: sp") and sizes["tp"] > 1 else ""
     dynamo = keys.section("dynamo_config")
     backend = dynamo.take("dynamo_backend", "a word", lambda v: isinstance(v, str), "NO", "model.compile")
     inner = sizes["tp"] * sizes["cp"] * sizes["pp"]
@@ -74,15 +69,13 @@ def convert(values: dict[str, Any], ranks: int | None) -> tuple[dict[str, Any], 
         keys.row(
             "num_processes", ranks, "refused", f"is no multiple of {inner}, the ranks of tp, cp and pp; give --ranks"
         )
-    names = (f"pp{sizes['pp']}", f"dp{max(1, ranks // inner)}", f"cp{sizes['cp']}{method}", f"tp{sizes['tp']}")
-    layout = [name for name in names if not name.split()[0].endswith(("dp1", "tp1", "cp1", "pp1"))]
-    layout += ["sp"] if sequence else []
+    layout = f"pp{sizes['pp']} dp{max(1, ranks // inner)} cp{sizes['cp']}{method} tp{sizes['tp']}{sequence} zero{stage}"
     keys.classify_rest(IDLE, {})
     keys.row("model, data, learning rate", None, "open", "set model, data, optimizer.lr, batch and steps")
     return {
         "version": 1,
         "run": "runs/accelerate",
-        "layout": str(Layout.parse(" ".join([*layout, f"zero{stage}"]))),
+        "layout": str(Layout.parse(layout)),
         "model": {
             "path": "models/base",
             "dtype": dtype,

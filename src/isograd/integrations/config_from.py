@@ -94,7 +94,7 @@ def read(source: str, kind: str | None) -> tuple[object, str]:
             fix="give the file that the other program reads",
         )
     known = (name for name, telling in TELLING.items() if any(key in values for key in telling))
-    return values, kind or next(known, "trainer")
+    return {str(key): value for key, value in values.items()}, kind or next(known, "trainer")
 
 
 def table(rows: list[KeyOutcome]) -> str:

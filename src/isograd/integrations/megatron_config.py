@@ -26,6 +26,8 @@ NEOX = {  # Megatron-LM's name: GPT-NeoX's
     "lr_warmup_fraction": "warmup", "qk_layernorm": "use_qk_layernorm", "window_size": "sliding_window_width",
     "untie_embeddings_and_output_weights": "no_weight_tying",
 }  # fmt: skip
+FULL = r"flash|global|all|\W|\d"  # what may stand in an attention_config
+COMMENT = r"""('[^']*'|"(?:\\[\s\S]|[^"\\])*"|\\[\s\S])|(?<![^\s;()&|])#.*"""  # which begins a word, or what is quoted
 LONGEST = 1 << 20  # characters of a word whose variables are filled in
 SEVERAL = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "cp_comm_type", "moe_layer_freq"}
 KERNELS, MEMORY = "isograd chooses its kernels", "isograd plans its own memory"
@@ -36,7 +38,7 @@ IDLE = {  # a name, or the beginning of names that ends in _: why it has no mean
                      "scaled_upper_", "rope_fusion", "layernorm_fusion", "rmsnorm_fusion", "bias_dropout_fusion",
                      "no_bias_dropout_fusion", "apply_query_key_layer_scaling", "moe_grouped_gemm",
                      "moe_permute_fusion", "apply_layernorm_1p", "attention_softmax_in_fp32", "use_flashattn_swiglu",
-                     "attention_config", "no_bias_swiglu_fusion", "no_create_"), KERNELS),
+                     "no_bias_swiglu_fusion", "no_create_"), KERNELS),
     **dict.fromkeys(("manual_gc", "empty_unused_memory_level", "recompute_method", "recompute_num_layers",
                      "recompute_modules", "checkpoint_num_layers", "partition_activations", "synchronize_each_layer",
                      "deepspeed_activation_checkpointing", "contiguous_checkpointing"), MEMORY),
@@ -200,6 +202,7 @@ class _Reader(Keys):
             found["parallel_residual"] = self.flag("gpt_j_residual", "model.options.parallel_residual")
             if self.flag("gpt_j_tied", "nothing") and found["parallel_residual"]:
                 self.row("gpt_j_tied", True, "refused", "one norm for attention and feed-forward")
+            self.take("attention_config", "flash or global", lambda v: not re.sub(FULL, "", repr(v)), None, "nothing")
         self._experts(found)
         return {name: value for name, value in found.items() if value is not None}
 
@@ -348,8 +351,9 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def _words(text: str) -> list[str]:
-    reader = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars=";()&|")
-    reader.whitespace_split = True
+    said = re.sub(COMMENT, lambda match: (match[1] or "").replace("\\\n", " "), text)
+    reader = shlex.shlex(said, posix=True, punctuation_chars=";()&|")
+    reader.whitespace_split, reader.commenters = True, ""
     try:
         return list(reader)
     except ValueError as error:
@@ -367,7 +371,7 @@ def _collect(words: list[str], variables: dict[str, str], found: dict[str, Any])
             variables[assigned[1]] = assigned[2]
             word = assigned[2] if "--" in assigned[2] else ""
         if "--" in word and any(c.isspace() for c in word):  # a string of arguments
-            _collect(_words(word), variables, found)
+            _collect(_words(word), {key: text for key, text in variables.items() if text != word}, found)
             name = None
         elif word.startswith("--"):
             name, _, given = word[2:].partition("=")

@@ -105,11 +105,12 @@ def _optimizer(keys: Keys) -> tuple[dict[str, Any], int | None]:
     if "optimizer" not in keys.values:
         keys.row("optimizer", None, "open", "set optimizer, which the program has made")
     given = keys.section("optimizer")
-    given.word("type", "optimizer.name: adamw", ("Adam", "AdamW"))
+    name = given.word("type", "optimizer.name: adamw", ("Adam", "AdamW"))
     params = given.section("params")
     lr = params.number("lr", "optimizer.lr", 1e-3)
     eps = params.number("eps", "optimizer.eps", 1e-8)
-    decay = params.number("weight_decay", "optimizer.weight_decay", 0.0)
+    torchs = params.values.get("torch_adam") and (name == "AdamW" or params.values.get("adam_w_mode", True))
+    decay = params.number("weight_decay", "optimizer.weight_decay", 0.01 if torchs else 0.0)  # as torch's AdamW has it
 
     def pair(value: Any) -> bool:
         return (
@@ -117,11 +118,9 @@ def _optimizer(keys: Keys) -> tuple[dict[str, Any], int | None]:
         )
 
     betas = params.take("betas", "two numbers from 0 to 1", pair, [0.9, 0.999], "optimizer.betas")
-    for name, why in (("adam_w_mode", "Adam with L2 decay"), ("bias_correction", "Adam without bias correction")):
-        if name in params.values:
-            value = params.values.pop(name)
-            on = value is True or (name == "adam_w_mode" and value is False and not decay)
-            params.row(name, value, "taken" if on else "refused", "AdamW" if on else why)
+    params.take("bias_correction", "true: Adam has it here", lambda v: v is True, True, "AdamW")
+    decoupled = lambda v: v is True or (v is False and (name == "AdamW" or not decay))  # noqa: E731
+    params.take("adam_w_mode", "true: Adam with L2 decay is not here", decoupled, True, "AdamW")
     plan = keys.section("scheduler")
     kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     kind = plan.word("type", "optimizer.schedule", tuple(kinds))

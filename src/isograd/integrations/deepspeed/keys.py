@@ -136,13 +136,11 @@ class Keys:
         """A mapping inside this one, as keys of its own."""
         self.asked.append(name)
         value = self.values.pop(name, {})
-        if value == "auto":
-            self.row(name, value, "open", f"set {SECTIONS.get(name, name)}")
+        if not isinstance(value, dict):
+            fate = ("open", f"set {SECTIONS.get(name, name)}") if value == "auto" else ("refused", "is not a mapping")
+            self.row(name, value, *fate)
             value = {}
-        elif not isinstance(value, dict):
-            self.row(name, value, "refused", "is not a mapping")
-            value = {}
-        self.sections.append(Keys(dict(value), self.rows, f"{self.place}{name}."))
+        self.sections.append(Keys({str(key): each for key, each in value.items()}, self.rows, f"{self.place}{name}."))
         return self.sections[-1]
 
     def classify_rest(self, idle: Mapping[str, str], open_: Mapping[str, str]) -> None:

@@ -113,7 +113,7 @@ def _optimizer(keys: Keys) -> Callable[[Any], torch.optim.Optimizer] | None:
         decays = params.flag("adam_w_mode", "optimizer", True)
         kind = torch.optim.Adam if name == "Adam" and not decays else torch.optim.AdamW
         params.take("bias_correction", "true: Adam has it", lambda v: v is True, True, "optimizer")
-        options |= {"weight_decay": 0.0}
+        options |= {"weight_decay": 0.01 if params.values.get("torch_adam") and kind is torch.optim.AdamW else 0.0}
     known = ("betas", "eps", "weight_decay", "momentum", "nesterov", "alpha", "lr_decay", "centered", "dampening")
     defaults = kind([torch.nn.Parameter(torch.zeros(1))]).defaults
     for option in known:
