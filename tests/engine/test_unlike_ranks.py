@@ -82,6 +82,22 @@ def test_an_engine_that_one_rank_makes_otherwise_is_refused_on_all(
     assert all(text.startswith(code) for text in said), said
 
 
+def saves(folder: str) -> str:
+    """A model of transformers that rank 0 alone has saved, which writes into the config that it has there."""
+    transformers, mesh = pytest.importorskip("transformers"), Mesh("dp2")
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=2, **sizes))
+    if mesh.rank == 0:
+        model.save_pretrained(folder)
+    ig.Engine(model, mesh, sgd)
+    return str(model.config.architectures)
+
+
+def test_a_model_that_one_rank_has_saved_is_no_other_model(tmp_path: Path) -> None:
+    """A second Trainer of a model was refused once the first one had written a checkpoint."""
+    assert threads.run(saves, 2, str(tmp_path), timeout=30) == ["['LlamaForCausalLM']", "None"]
+
+
 def two_engines(layout: str, how: str) -> list[str]:
     """Three rounds of steps of two engines; in the second one rank 1 does something else."""
     mesh, said = Mesh(layout), list[str]()

@@ -34,20 +34,28 @@ def rows_of(layout: str, accumulation: int) -> int:
 def by_fabric(layout: str, accumulation: int, kind: str = "llama") -> dict[str, Any]:
     """The loop of Fabric's documentation for one step: gradients by name, the loss, and one that is evaluated."""
     with as_lightning_finds_it() as (_, ranks):
-        fabric = fabrics.Fabric(accelerator="cpu", devices=ranks, strategy=ig.integrations.FabricStrategy(layout))
-        fabric.launch()
-        whole = model(kind)
-        net, optimizer = fabric.setup(whole, torch.optim.SGD(whole.parameters(), lr=RATE))
-        loader = fabric.setup_dataloaders(DataLoader(Rows(rows_of(layout, accumulation)), batch_size=1))
-        seen: dict[str, Any] = {}
-        for number, batch in enumerate(loader):
-            with ForceFP64(), fabric.no_backward_sync(net, enabled=number + 1 < accumulation):
-                fabric.backward(net(**batch).loss)
-        seen |= {name: g.clone() for name, g in fabric.strategy.engine.grads().items()}
-        optimizer.step()
-        optimizer.zero_grad()
-        seen["loss"] = torch.tensor(optimizer.optimizer.stats.loss, dtype=torch.float64)
-        return seen
+        return loop_of_fabric(ranks, layout, accumulation, kind)
+
+
+def set_up_fabric(ranks: int, layout: str, kind: str = "llama") -> tuple[Any, Any, Any]:
+    fabric = fabrics.Fabric(accelerator="cpu", devices=ranks, strategy=ig.integrations.FabricStrategy(layout))
+    fabric.launch()
+    whole = model(kind)
+    return fabric, *fabric.setup(whole, torch.optim.SGD(whole.parameters(), lr=RATE))
+
+
+def loop_of_fabric(ranks: int, layout: str, accumulation: int, kind: str = "llama") -> dict[str, Any]:
+    fabric, net, optimizer = set_up_fabric(ranks, layout, kind)
+    loader = fabric.setup_dataloaders(DataLoader(Rows(rows_of(layout, accumulation)), batch_size=1))
+    seen: dict[str, Any] = {}
+    for number, batch in enumerate(loader):
+        with ForceFP64(), fabric.no_backward_sync(net, enabled=number + 1 < accumulation):
+            fabric.backward(net(**batch).loss)
+    seen |= {name: g.clone() for name, g in fabric.strategy.engine.grads().items()}
+    optimizer.step()
+    optimizer.zero_grad()
+    seen["loss"] = torch.tensor(optimizer.optimizer.stats.loss, dtype=torch.float64)
+    return seen
 
 
 class Net(lightning.LightningModule):
@@ -427,6 +435,33 @@ def test_behind_an_exception_a_further_fit_has_the_gradients_of_one_device(
         assert said[0] == "a bad row" if rank == 1 else said[0].startswith("IG870") and "a bad row" in said[0], said
         assert [text[:5] for text in said[1:]] == ["IG207"] * refused, said
         same(whole | seen | {"loss": one_device(3)["loss"]}, 3)
+
+
+def fabric_behind_an_exception(layout: str) -> tuple[list[str], dict[str, Any]]:
+    """Rank 1 fails where the other waits for it in a layer, which closes their connections; then another Fabric."""
+    said: list[str] = []
+    with as_lightning_finds_it() as (rank, ranks):
+        fabric, net, _ = set_up_fabric(ranks, layout)
+        try:
+            if rank == 1:
+                raise ValueError("a bad row")
+            net(**torch.utils.data.default_collate([Rows(1)[0]]))
+        except Exception as error:
+            said.append(str(error))
+        try:
+            fabric.strategy.engine.discard()
+        except IsogradError as error:
+            said.append(error.code)
+        return said, loop_of_fabric(ranks, layout, 3)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("layout", ["cp2 ring", "tp2 sp"])
+def test_behind_connections_that_are_closed_another_fabric_makes_new_ones(worlds, layout: str) -> None:
+    """It waited for ranks on Lightning's port, on which the first one had met, or was refused there."""
+    for rank, (said, seen) in enumerate(worlds(2).run(fabric_behind_an_exception, layout)):
+        assert [text[:5] for text in said] == (["a bad", "IG215"] if rank else ["IG215", "IG207"]), said
+        same(seen, 3)
 
 
 def refused_under_pp(folder: str) -> list[str]:

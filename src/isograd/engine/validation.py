@@ -223,10 +223,10 @@ def _digest(value: object) -> str:
 
 
 def _described(model: nn.Module) -> list[object]:
-    """The config of a model of isograd or transformers, without names of folders, and the split of its stages."""
+    """The config of a model of isograd or transformers, without what saving or a folder writes, and the stages."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "model_type") and hasattr(config, "to_dict"):
-        config = sorted((name, repr(v)) for name, v in config.to_dict().items() if not name.startswith("_"))
+        config = sorted((n, repr(v)) for n, v in config.to_dict().items() if not n.startswith(("_", "arch", "dtype")))
     elif not type(config).__module__.startswith("isograd."):
         config = None  # of somebody else, and perhaps of this rank alone
     return [re.sub(r" at 0x[0-9a-f]+", "", repr(config)), getattr(model, "parts", None)]

@@ -31,7 +31,7 @@ from isograd.integrations.optimizer import (
 )
 from isograd.integrations.shared_rows import CutStrategy, part_of_state, whole_state
 from isograd.integrations.weights import LabelCounter, rows_in
-from isograd.integrations.world import FailureReport, name_failed_rank_in_forward, refuse, rejoin
+from isograd.integrations.world import FailureReport, name_failed_rank_in_forward, refuse
 
 if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
     import pytorch_lightning as lightning
@@ -92,13 +92,6 @@ class LightningStrategy(CutStrategy, DDPStrategy):  # type: ignore[misc]
 
     def configure_ddp(self) -> None:
         """Nothing is wrapped."""
-
-    def connect(self, model: Any) -> None:
-        """Lightning's. Where an exception has ended a fit, here or on another rank, all ranks meet in a new world."""
-        if rejoin():
-            for made in ("mesh", "_cut_models"):
-                self.__dict__.pop(made, None)
-        super().connect(model)
 
     def setup_environment(self) -> None:
         """Lightning's, which joins the world. From here on a rank that fails is named."""

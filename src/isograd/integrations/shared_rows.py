@@ -20,7 +20,7 @@ from isograd.errors import IntegrationError
 from isograd.hf import BatchPart, attach, shard
 from isograd.hf.context_parallel import scores_rows
 from isograd.hf.losses import CAUSAL, EMBEDS, IGNORE, KEYS, library_of_model
-from isograd.integrations.world import mesh_for, refuse
+from isograd.integrations.world import mesh_for, refuse, rejoin
 from isograd.sequence import refuse_unlike
 
 OTHERWISE = "ig.integrations.Accelerator, or ig.Engine in a loop of your own"
@@ -227,6 +227,13 @@ class CutStrategy:
     @cached_property
     def _cut_models(self) -> CutModels:
         return CutModels(self.mesh)
+
+    def setup_environment(self) -> None:
+        """Lightning's. Where an exception has ended a loop, here or on another rank, all ranks meet in a new world."""
+        if rejoin():
+            for made in ("mesh", "_cut_models"):
+                self.__dict__.pop(made, None)
+        super().setup_environment()  # type: ignore[misc]
 
     def _refuse(self, seen: str, expected: str, fix: str = OTHERWISE) -> NoReturn:
         where = self.mesh.describe_rank()
