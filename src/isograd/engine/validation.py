@@ -36,6 +36,7 @@ from isograd.pipeline import Pipeline
 
 _OURS = "_isograd_hook"  # marks functions of the verifier, which change no gradient
 T = TypeVar("T")
+WRITTEN = ("architectures", "dtype")  # into a model's config by `save_pretrained`, perhaps on one rank alone
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "DeepSpeedEngine")
 
 
@@ -226,7 +227,8 @@ def _described(model: nn.Module) -> list[object]:
     """The config of a model of isograd or transformers, without what saving or a folder writes, and the stages."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "model_type") and hasattr(config, "to_dict"):
-        config = sorted((n, repr(v)) for n, v in config.to_dict().items() if not n.startswith(("_", "arch", "dtype")))
+        said = config.to_dict().items()
+        config = sorted((name, repr(v)) for name, v in said if name[0] != "_" and name not in WRITTEN)
     elif not type(config).__module__.startswith("isograd."):
         config = None  # of somebody else, and perhaps of this rank alone
     return [re.sub(r" at 0x[0-9a-f]+", "", repr(config)), getattr(model, "parts", None)]

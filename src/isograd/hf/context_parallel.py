@@ -228,7 +228,7 @@ class _Gate:
         if ids is not None and ids.shape[1] != cut.places.local:
             raise _no_part(f"{ids.shape[1]} tokens per row; the part has {cut.places.local}", mesh)
         if first:
-            refuse_unlike(mesh, *cut.given)
+            refuse_unlike(cut.mesh, *cut.given)  # attached, perhaps, to one whose connections a failure has closed
         self.cut = cut
 
     def add_last_position(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
