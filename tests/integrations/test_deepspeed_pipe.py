@@ -441,3 +441,25 @@ def test_the_documented_example_trains_as_one_device_from_import_lines_that_diff
         for found in worlds(ranks).run(alexnet, stages):
             assert found == pytest.approx(losses, rel=2e-5)  # fp32
     assert sum("isograd" in line for line in EXAMPLE.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("second", "named"),
+    [
+        (
+            TiedLayerSpec("e", nn.Embedding, WORDS + 1, WIDTH),
+            "layer 2 has {'weight': (18, 8)}, layer 0 {'weight': (17, 8)}",
+        ),
+        (TiedLayerSpec("e", nn.Linear, WIDTH, WORDS + 1, bias=False), "layer 2 has [(18, 8)], layer 0 [(17, 8)]"),
+        (
+            TiedLayerSpec("e", Head, WIDTH, WORDS, tied_weight_attr=["weight", "bias"]),
+            "[(17, 8), (17,)], layer 0 [(17, 8)]",
+        ),
+    ],
+)
+def test_ties_of_other_shapes_are_refused_with_both_layers(second: Any, named: str) -> None:
+    """The second layer was built as the first one, without a word."""
+    layers = [TiedLayerSpec("e", nn.Embedding, WORDS, WIDTH), LayerSpec(nn.Linear, WIDTH, WIDTH), second]
+    with pytest.raises(ig.IsogradError, match="IG868") as caught:
+        PipelineModule(layers, num_stages=1, loss_fn=F.cross_entropy)
+    assert named in str(caught.value)

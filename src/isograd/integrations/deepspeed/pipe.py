@@ -145,14 +145,26 @@ class _Layers:
         found: dict[str, str] = {}
         for number, spec in self.tied.items():
             alike, first = self._alike[spec.key, spec.typename], self._first[spec.key]
-            layer = self._sketch(alike) if number != first else nn.Module()
-            names = layer.named_parameters(remove_duplicate=False) if number != alike else ()
-            found |= {f"{number}.{name}": f"{alike}.{name}" for name, _ in names}
+            layer, of_alike, of_first = map(self._sketch, (number, alike, first))
+            pairs = {name: f"{alike}.{name}" for name in _shapes(layer)} if number != alike else {}
+            if number != alike and _shapes(layer) != _shapes(of_alike):
+                self._refuse_tie(number, alike, _shapes(layer), _shapes(of_alike))
             if alike != first:
-                of_first = self.tied[first].tied_names(self._sketch(first))
-                pairs = zip(self.tied[alike].tied_names(layer), of_first, strict=True)
-                found |= {f"{number}.{name}": f"{first}.{other}" for name, other in pairs}
+                names, others = spec.tied_names(layer), self.tied[first].tied_names(of_first)
+                mine, theirs = [_shapes(layer)[n] for n in names], [_shapes(of_first)[n] for n in others]
+                if mine != theirs:
+                    self._refuse_tie(number, first, mine, theirs)
+                pairs |= {name: f"{first}.{other}" for name, other in zip(names, others, strict=True)}
+            found |= {f"{number}.{name}": other for name, other in pairs.items()}
         return found
+
+    def _refuse_tie(self, number: int, first: int, mine: object, its: object) -> NoReturn:
+        seen = f"TiedLayerSpec {self.tied[number].key!r}: layer {number} has {mine}, layer {first} {its}"
+        refuse(seen, "parameters of the same shapes, or keys that differ")
+
+
+def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in layer.named_parameters(remove_duplicate=False)}
 
 
 class PipelineEngine(LoopEngine):
