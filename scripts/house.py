@@ -64,7 +64,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_937,
+    "isograd, lines": 51_968,
     "isograd-verify, lines": 16_969,
     "comm + launcher + engine, lines": 9_634,
     "arrows between packages": 140,

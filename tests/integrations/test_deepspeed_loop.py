@@ -214,6 +214,29 @@ def test_a_rank_that_saves_alone_is_told_and_a_step_has_weights_or_rows(worlds) 
     assert worlds(2).run(saves_alone) == [("IG555", "IG535")] * 2
 
 
+def refused_alone(config: Any) -> list[str]:
+    """On rank 1, which begins again; the next engine trains."""
+    said = []
+    for given in (config if world.world()[0] else CONFIG, CONFIG):
+        try:
+            engine, *_ = ig.integrations.deepspeed.initialize(model=Net(), config=given)
+            said.append("made")
+        except ig.IsogradError as error:
+            said.append(error.code)
+    rows, labels = micro(0, 0)
+    engine.backward(engine(rows, labels), weight=1)
+    engine.engine.step()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("config", "code"), [({"nonsense": 1}, "IG865"), ("nowhere.json", "IG660"), (3, "IG868"), ({1: {2: 3}}, "IG865")]
+)
+def test_what_one_rank_refuses_all_ranks_refuse(worlds, config: Any, code: str) -> None:
+    """The others waited as long as its process lived."""
+    assert worlds(2).run(refused_alone, config) == [[code, "made"]] * 2
+
+
 def weighs_alone() -> str:
     """Rank 0 gives its losses weights, the other one none: rows and labels would be added. The next step is right."""
     engine, *_ = made(1)

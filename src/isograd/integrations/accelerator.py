@@ -180,6 +180,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @property
     def engine(self) -> Engine:
         """The engine, of an accelerator that has prepared one model with its optimizer under a ZeRO stage or tp."""
+        if not self._by_engine:
+            raise self._unlike_engine("accelerator.engine", "a ZeRO stage, tp or ep: dp has ig.DataParallel alone")
         engine = self._one(self._trained).engine
         assert engine is not None
         return engine

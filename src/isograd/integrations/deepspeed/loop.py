@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from isograd.checkpoint import SavedWeights
-from isograd.comm.consensus import all_gather_object
+from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
 from isograd.core.attributes import set_attributes
 from isograd.core.contract import Contract, contract_of
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine, Stats
-from isograd.errors import IntegrationError
+from isograd.errors import IntegrationError, headline
 from isograd.integrations.deepspeed.settings import Settings, read, refuse
 from isograd.integrations.optimizer import EngineOptimizer, load_state, on_shards, save_state
 from isograd.integrations.shared_rows import CutModels, whole_state
@@ -77,28 +77,45 @@ def initialize(
     mesh = mesh_for(None)
     choices = config, config_params, getattr(args, "deepspeed_config", None)
     given = next((one for one in choices if one is not None), None)
-    if not isinstance(given, str | Path | Mapping):
-        refuse(f"a {type(given).__name__} as config", "config=..., a file or a dict; or args.deepspeed_config", mesh)
-    if not isinstance(model, nn.Module) or hasattr(model, "mpu"):
-        refuse(f"a {type(model).__name__} as model", "an nn.Module, or a PipelineModule of deepspeed.pipe here", mesh)
-    values = dict(given) if isinstance(given, Mapping) else read_json(given, CONFIG, follow=True)
-    words, axes = _layout_of_groups(layout, mpu, mesh_param, mesh), "dp cp tp ep"
-    kind: type[LoopEngine] | None = getattr(model, "engine_class", None)  # of a PipelineModule, which is cut already
-    if kind is not None and words:
-        refuse("layout, mpu or mesh_param with a PipelineModule", "PipelineModule(..., topology=...)", mesh)
-    if kind is not None:
-        words, axes = str(model.mesh.layout) if mesh.layout.world_size > 1 else "", "dp tp pp"
-    settings = read(values, mesh.layout.world_size, words)
-    if kind is not None and settings.stage > 1:
-        seen = f"stage {settings.stage} with a PipelineModule, whose gradients add up whole over its micro-batches"
-        refuse(seen, '"zero_optimization": {"stage": 1}', mesh)
+
+    def check_locally() -> tuple[type[LoopEngine], Settings, str]:
+        if not isinstance(given, str | Path | Mapping):
+            refuse(
+                f"a {type(given).__name__} as config", "config=..., a file or a dict; or args.deepspeed_config", mesh
+            )
+        if not isinstance(model, nn.Module) or hasattr(model, "mpu"):
+            refuse(
+                f"a {type(model).__name__} as model", "an nn.Module, or a PipelineModule of deepspeed.pipe here", mesh
+            )
+        values = dict(given if isinstance(given, Mapping) else read_json(given, CONFIG, follow=True))
+        values = {str(key): value for key, value in values.items()}
+        words, axes = _layout_of_groups(layout, mpu, mesh_param, mesh), "dp cp tp ep"
+        kind: type[LoopEngine] | None = getattr(
+            model, "engine_class", None
+        )  # of a PipelineModule, which is cut already
+        if kind is not None and words:
+            refuse("layout, mpu or mesh_param with a PipelineModule", "PipelineModule(..., topology=...)", mesh)
+        if kind is not None:
+            words, axes = str(model.mesh.layout) if mesh.layout.world_size > 1 else "", "dp tp pp"
+        settings = read(values, mesh.layout.world_size, words)
+        if kind is not None and settings.stage > 1:
+            seen = f"stage {settings.stage} with a PipelineModule, whose gradients add up whole over its micro-batches"
+            refuse(seen, '"zero_optimization": {"stage": 1}', mesh)
+        return kind or LoopEngine, settings, axes
+
+    def spelled(error: Exception) -> IntegrationError:
+        where, expected = mesh.describe_rank(), "the arguments of deepspeed.initialize"
+        return IntegrationError("IG868", seen=headline(error), expected=expected, where=where)
+
+    kind, settings, axes = run_or_raise_on_all_ranks(check_locally, mesh, IntegrationError, spelled)
+    assert model is not None
     mesh = mesh_for(settings.layout, axes)
     for axis, names in GROUPS.items():
         rank = _ask(mpu, names, "rank")
         if rank not in (None, mesh.index(axis)):
             seen = f"an mpu whose {names[0]} groups are not those of {str(mesh.layout)!r}: it is rank {rank} of one"
             refuse(seen, f"rank {mesh.index(axis)}, as tp ranks are neighbours, and then cp ranks", mesh)
-    engine = (kind or LoopEngine)(model, settings, mesh, optimizer, model_parameters, lr_scheduler)
+    engine = kind(model, settings, mesh, optimizer, model_parameters, lr_scheduler)
     loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
     engine.training_dataloader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler
