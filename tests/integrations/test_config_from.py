@@ -216,6 +216,18 @@ def test_a_script_is_never_run(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("program", "fate"), [("pretrain_bert.py", "refused"), ("$HERE/pretrain_gpt.py", None), ("# pretrain_t5.py", None)]
+)
+def test_a_program_of_another_model_is_refused(program: str, fate: str | None) -> None:
+    """BERT's became a causal decoder."""
+    words = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8"
+    text = f"torchrun --nproc-per-node 2 {program}\\\n {words} --global-batch-size 4 --train-iters 3 --lr 0.1"
+    text = text if program[0] != "#" else f"{program}\ntorchrun pretrain_gpt.py {words} --nproc-per-node 2"
+    _, rows = megatron_config.convert(megatron_config.arguments_of(text), 2)
+    assert fates(rows).get("program") == fate
+
+
 def test_each_key_of_accelerates_sections_is_named_and_micro_batches_are_taken() -> None:
     sizes = FSDP["parallelism_config"] | {"parallelism_config_sp_backend": "deepspeed"}
     found = fates(accelerate_config.convert(FSDP | {"parallelism_config": sizes}, None)[1])

@@ -337,6 +337,7 @@ class _Reader(Keys):
         rows = self.number("lr_warmup_samples", "optimizer.warmup", 0.0)
         found["warmup"] = math.ceil(share * steps) if share else int(warmup or rows // batch)
         self.take("lr_warmup_init", "0, where a warmup begins here", lambda v: v == 0, 0, "optimizer.warmup")
+        self.take("program", "pretrain_gpt.py: no other model is read", lambda v: not v, None, "model")
         self.take("rampup_batch_size", "absent: a batch is constant here", lambda v: not v, None, "batch")
         return found
 
@@ -344,10 +345,12 @@ class _Reader(Keys):
 def arguments_of(text: str) -> dict[str, Any]:
     """{name: value} of all `--name value` of a script or a list of arguments, the last of equal ones.
 
-    Variables that the script sets are put in, in words and in strings of arguments; nothing else of it is read."""
+    Variables that the script sets are put in, in words and in strings of arguments; nothing else of it is read, but for
+    "program": a pretrain_*.py that is not GPT's."""
     found: dict[str, Any] = {}
-    _collect(_words(text), {}, found)
-    return found
+    _collect(words := _words(text), {}, found)
+    other = [word for word in words if re.search(r"\bpretrain_(?!gpt\.)\w+\.py$", word)]
+    return found | ({"program": other[0]} if other else {})
 
 
 def _words(text: str) -> list[str]:
