@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -20,9 +21,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from isograd.errors import IntegrationError
+from isograd.errors import CommError, IntegrationError
 from isograd.hf.force_fp64 import ForceFP64
 from isograd.integrations import deepspeed
+from isograd.launcher.launch import launch
 from tests.integrations.stand_ins import model
 from tests.integrations.worlds import as_torchrun_starts_it
 
@@ -37,6 +39,23 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0) -> Tensor:
 
 def sequence_first(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0) -> Tensor:
     return causal(*(t.transpose(0, 1) for t in (q, k, v)), scale=scale).transpose(0, 1)
+
+
+def cut_apart() -> tuple[str, float]:
+    """Rank 1 has a token less than rank 0, on torch's own group."""
+    deepspeed.init_distributed()
+    q, since = torch.randn(1, 4 - dist.get_rank(), 2, 4), time.monotonic()
+    try:
+        deepspeed.DistributedAttention(causal, dist.group.WORLD, 2, 1)(q, q, q)
+    except CommError as error:
+        return error.code, time.monotonic() - since
+    return "attended", 0.0
+
+
+def test_ranks_with_parts_of_other_lengths_find_it_out_by_themselves() -> None:
+    for code, seconds in launch(cut_apart, 2):
+        assert code == "IG215"
+        assert seconds < 10
 
 
 def attended(heads: int, gather: int, newer: bool) -> tuple[Tensor, list[Tensor], Tensor, list[Tensor]]:

@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isograd.comm.group import Group
-
 # torch 2.13 renamed both and warns at the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -167,12 +165,6 @@ def of_torch(process_group: Any, ranks: tuple[int, ...], index: int) -> Transpor
 def is_of_torch(group: Any) -> bool:
     """Whether it is one of torch's process groups."""
     return isinstance(group, dist.ProcessGroup)
-
-
-def group_of_torch(process_group: Any, axes: str) -> Group:
-    """One of torch's process groups as one of ours."""
-    ranks, index = tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group)
-    return Group(axes, ranks, index, of_torch(process_group, ranks, index))
 
 
 def memory_store() -> Any:

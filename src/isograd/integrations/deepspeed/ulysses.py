@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from isograd.comm import raw, world
 from isograd.comm.group import Group
-from isograd.comm.transport import group_of_torch, is_of_torch
+from isograd.comm.transport import is_of_torch
 from isograd.core.mesh import Mesh
 from isograd.integrations.deepspeed.settings import refuse
 from isograd.integrations.world import mesh_for
@@ -175,4 +175,4 @@ def _group(process_group: Any) -> Group:
     """A process group of torch's as a group of isograd's."""
     if not is_of_torch(process_group):
         refuse(f"{process_group!r} as sequence_process_group", "a process group of torch.distributed")
-    return group_of_torch(process_group, "cp")
+    return world.group_of_torch(process_group, "cp")
