@@ -64,9 +64,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_972,
+    "isograd, lines": 51_978,
     "isograd-verify, lines": 16_969,
-    "comm + launcher + engine, lines": 9_635,
+    "comm + launcher + engine, lines": 9_638,
     "arrows between packages": 140,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

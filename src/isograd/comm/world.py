@@ -99,9 +99,8 @@ def group_of_torch(process_group: Any, axes: str) -> Group:
     """One of torch's process groups as one of ours, whose waits are watched (deadlock.py)."""
     ranks, index = tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group)
     key = f"torch {process_group.group_name}", ranks
-    return Group(
-        axes, ranks, index, _transports().setdefault(key, of_torch(process_group, ranks, index)), key[0], process
-    )
+    transport = _transports().setdefault(key, of_torch(process_group, ranks, index))
+    return Group(axes, ranks, index, transport, key[0], process)
 
 
 def meet(seconds: float) -> tuple[Any, int, int]:

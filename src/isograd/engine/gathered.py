@@ -115,6 +115,10 @@ class GatheredStep:
         if weight is None or (isinstance(weight, Tensor) and weight.device.type != "cpu") or weight != 0:
             self.kinds.add("plain" if weight is None or "rows" in self.kinds else "weighed")
 
+    def note_rows(self) -> None:
+        """The caller of a loop gives the next losses no weight: the loop weighs their rows."""
+        self.kinds.add("rows")
+
     def kinds_of_losses(self) -> Tensor:
         """For the gather of the step: whether there are losses without a weight, and with one."""
         return torch.tensor(["plain" in self.kinds, "weighed" in self.kinds], dtype=torch.float64)

@@ -132,7 +132,7 @@ def attach_attention(model: Any, mesh: Mesh, tried: Any) -> None:
     tried: the model, or a whole small copy of it. Of one that scores rows its base is attached.
     """
     handles, own = model.__dict__.pop("_isograd_attached", ((), None))
-    model.cuts_batches = mesh.size("cp") > 1 == mesh.size("pp")  # a pipeline is given the parts
+    model.cuts_batches = mesh.size("cp") > 1 and mesh.size("pp") == 1  # a pipeline is given the parts
     for handle in handles:
         handle.remove()
     if handles:

@@ -169,6 +169,7 @@ class _Reader(Keys):
         if missing := [self.spelled.get(name, name) for name, field in sizes.items() if found[field] is None]:
             seen = f"no {', '.join(missing)}"
             raise IntegrationError("IG863", "the file describes no model", seen=seen, fix="add them to the file")
+        self.take("program", "pretrain_gpt.py: no other model is read", lambda v: not v, None, "model")
         found["vocab"] = self.count("vocab_size", "model.options.vocab")
         if found["vocab"] is None:
             found["vocab"] = 50304
@@ -337,7 +338,6 @@ class _Reader(Keys):
         rows = self.number("lr_warmup_samples", "optimizer.warmup", 0.0)
         found["warmup"] = math.ceil(share * steps) if share else int(warmup or rows // batch)
         self.take("lr_warmup_init", "0, where a warmup begins here", lambda v: v == 0, 0, "optimizer.warmup")
-        self.take("program", "pretrain_gpt.py: no other model is read", lambda v: not v, None, "model")
         self.take("rampup_batch_size", "absent: a batch is constant here", lambda v: not v, None, "batch")
         return found
 

@@ -90,7 +90,8 @@ class LabelCounter:
         if self._speaks:
             print(f"isograd: {self._call} without weight=: losses weigh their rows", file=sys.stderr)
         self._speaks, rows = False, self._rows if rows is None else rows
-        engine.step_state.now.kinds.update({"rows"} if rows else ())
+        if rows:
+            engine.step_state.now.note_rows()
         return rows
 
 

@@ -145,22 +145,24 @@ class _Layers:
         found: dict[str, str] = {}
         for number, spec in self.tied.items():
             alike, first = self._alike[spec.key, spec.typename], self._first[spec.key]
-            layer, of_alike, of_first = map(self._sketch, (number, alike, first))
-            pairs = {name: f"{alike}.{name}" for name in _shapes(layer)} if number != alike else {}
-            if number != alike and _shapes(layer) != _shapes(of_alike):
-                self._refuse_tie(number, alike, _shapes(layer), _shapes(of_alike))
+            if number == first:
+                continue
+            layer = self._sketch(number)
+            if number != alike:
+                self._refuse_unlike(number, alike, _shapes(layer), _shapes(self._sketch(alike)))
+                found |= {f"{number}.{name}": f"{alike}.{name}" for name in _shapes(layer)}
             if alike != first:
+                of_first = self._sketch(first)
                 names, others = spec.tied_names(layer), self.tied[first].tied_names(of_first)
-                mine, theirs = [_shapes(layer)[n] for n in names], [_shapes(of_first)[n] for n in others]
-                if mine != theirs:
-                    self._refuse_tie(number, first, mine, theirs)
-                pairs |= {name: f"{first}.{other}" for name, other in zip(names, others, strict=True)}
-            found |= {f"{number}.{name}": other for name, other in pairs.items()}
+                mine, its = _shapes(layer), _shapes(of_first)
+                self._refuse_unlike(number, first, [mine[name] for name in names], [its[name] for name in others])
+                found |= {f"{number}.{name}": f"{first}.{other}" for name, other in zip(names, others, strict=True)}
         return found
 
-    def _refuse_tie(self, number: int, first: int, mine: object, its: object) -> NoReturn:
-        seen = f"TiedLayerSpec {self.tied[number].key!r}: layer {number} has {mine}, layer {first} {its}"
-        refuse(seen, "parameters of the same shapes, or keys that differ")
+    def _refuse_unlike(self, number: int, first: int, mine: object, its: object) -> None:
+        if mine != its:
+            seen = f"TiedLayerSpec {self.tied[number].key!r}: layer {number} has {mine}, layer {first} {its}"
+            refuse(seen, "parameters of the same shapes, or keys that differ")
 
 
 def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
