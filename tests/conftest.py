@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from isograd.comm import threads as threads_of_ranks
 from isograd.launcher.launch import World
 
-from . import sizes
+from . import settled, sizes
 from .cpu_times import CpuTimes
 
 Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)
@@ -37,10 +38,15 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("any machine")  # a test says nothing of time
     if "PYTEST_XDIST_WORKER" in os.environ:  # its main module has no file, and ranks would be forked as in a notebook
         sys.modules["__main__"].__file__ = str(Path(pytest.__file__).with_name("__main__.py"))
+    threads_of_ranks.run = on_one_core(threads_of_ranks.run)
     torch.set_num_threads(1)  # as in a rank: more threads on tensors as small as these only wait for each other
     os.environ["OMP_NUM_THREADS"] = "1"  # without it, accelerate and Lightning set another number for the whole process
     if file := config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(file))
+
+
+def pytest_runtest_setup() -> None:
+    settled.settle()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -63,6 +69,23 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     return not_skipped((yield))
+
+
+def on_one_core(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Of ranks that are threads one runs at a time, and to hand the interpreter over to another core costs as much as
+    what they do."""
+
+    @wraps(run)
+    def pinned(*args: Any, **options: Any) -> list[Any]:
+        cores = os.sched_getaffinity(0)
+        mine = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(cores)
+        os.sched_setaffinity(0, {sorted(cores)[mine]})  # of this thread, and of those that it starts
+        try:
+            return run(*args, **options)
+        finally:
+            os.sched_setaffinity(0, cores)
+
+    return pinned
 
 
 class Turns:
@@ -93,7 +116,7 @@ class PatientWorld(World):
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = 120) -> list[Any]:
         with self.turns.mine():
-            return super().run(fn, *args, timeout=timeout)
+            return super().run(settled.run, fn, *args, timeout=timeout)
 
 
 class Threads:

@@ -11,3 +11,7 @@ import torch._dynamo
 import isograd.engine
 import isograd.models
 import isograd.train.loop
+
+from . import settled
+
+settled.settle()

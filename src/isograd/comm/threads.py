@@ -30,7 +30,8 @@ class ThreadWorld:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.arrived = threading.Condition()
+        lock = threading.RLock()
+        self.arrived = [threading.Condition(lock) for _ in range(size)]  # a message for this rank
         self.queues: dict[Key, deque[Tensor]] = {}
         self.gone: dict[int, str] = {}  # ranks that have left, and why
         self.store = memory_store()
@@ -47,9 +48,10 @@ class ThreadRank(RankContext):
     def leave(self, why: str) -> None:
         """No message of this rank will come any more."""
         super().leave(why)
-        with self.world.arrived:
+        with self.world.arrived[self.rank]:
             self.world.gone.setdefault(self.rank, why)
-            self.world.arrived.notify_all()
+            for arrived in self.world.arrived:
+                arrived.notify_all()
 
 
 class ThreadTransport(Transport):
@@ -68,9 +70,9 @@ class ThreadTransport(Transport):
         for tensor in tensors:
             if tensor.numel():
                 self.count(True, tensor, peer, tag or -2)
-        with world.arrived:
+        with (arrived := world.arrived[self.ranks[peer]]):
             world.queues.setdefault(key, deque()).extend(t.detach().clone() for t in tensors if t.numel())
-            world.arrived.notify_all()
+            arrived.notify_all()
 
     def receive(self, handle: Any, tensors: Sequence[Tensor], peer: int, tag: int, control: bool) -> None:
         """Messages are taken in the order in which they were asked for."""
@@ -103,12 +105,12 @@ class _Receive:
     def wait(self) -> None:
         """Until the message is there, or the sender has left."""
         world, sender = self._member.world, self._key[2]
-        with world.arrived:
+        with (arrived := world.arrived[self._key[3]]):
             self._fill_all()
             while self in self._member.asked[self._key]:
                 if sender in world.gone or self._key[3] in world.gone:
                     raise RuntimeError(f"connection closed by rank {sender}: {world.gone.get(sender)}")
-                world.arrived.wait(1.0)
+                arrived.wait(1.0)
                 self._fill_all()
 
     def _fill_all(self) -> None:
