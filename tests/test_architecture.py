@@ -22,7 +22,8 @@ _spec.loader.exec_module(house)
 
 @pytest.mark.medium
 def test_no_rule_of_the_house_is_broken() -> None:
-    assert not house.House().breaches()
+    run = subprocess.run([sys.executable, "scripts/house.py"], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.mark.medium
@@ -92,7 +93,7 @@ def test_an_import_of_a_name_that_is_nowhere_is_seen(source: str, lost: int) -> 
 )
 def test_a_planted_import_against_the_arrows_is_seen(source: str) -> None:
     known = {house.module_of(name): name for name in house.files()}
-    found = house.imports(house.ast.parse(source), known)
+    found = house.imports(source, known)
     assert [name for name in found if not house.allowed("nn", house.package_of(name))]
 
 

@@ -288,7 +288,9 @@ def collectives_that_all_ranks_call_alike(fault: str) -> None:
 @program(
     2,
     refused("one card", "Duplicate GPU detected: rank 0 and rank 1 both on CUDA device 0", "dist.all_reduce(ones())"),
-    refused("made in another order", "the first to come made [[", "(ones(), group=alone)", also="communicator"),
+    refused(
+        "made in another order", "the first to come made [[", "(ones(), group=alone)", also="communicator", seconds=3
+    ),
     fault("communicators in another order", "used in another order", "rank 0: all_reduce on", "works = [", "works = ["),
 )
 def groups_of_ranks(fault: str) -> None:

@@ -30,8 +30,7 @@ class ThreadWorld:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        lock = threading.RLock()
-        self.arrived = [threading.Condition(lock) for _ in range(size)]  # a message for this rank
+        self.arrived = [threading.Condition(lock) for lock in [threading.RLock()] * size]  # a message for this rank
         self.queues: dict[Key, deque[Tensor]] = {}
         self.gone: dict[int, str] = {}  # ranks that have left, and why
         self.store = memory_store()
@@ -67,18 +66,16 @@ class ThreadTransport(Transport):
     def send(self, handle: Any, tensors: Sequence[Tensor], peer: int, tag: int, control: bool) -> None:
         """Put copies into the queue."""
         world, key = self.member.world, self._key(self.index, peer, tag)
-        for tensor in tensors:
-            if tensor.numel():
-                self.count(True, tensor, peer, tag or -2)
-        with (arrived := world.arrived[self.ranks[peer]]):
-            world.queues.setdefault(key, deque()).extend(t.detach().clone() for t in tensors if t.numel())
+        for tensor in filter(Tensor.numel, tensors):
+            self.count(True, tensor, peer, tag or -2)
+        with (arrived := world.arrived[key[3]]):
+            world.queues.setdefault(key, deque()).extend(t.detach().clone() for t in filter(Tensor.numel, tensors))
             arrived.notify_all()
 
     def receive(self, handle: Any, tensors: Sequence[Tensor], peer: int, tag: int, control: bool) -> None:
         """Messages are taken in the order in which they were asked for."""
-        for tensor in tensors:
-            if tensor.numel():
-                handle.add(self._receive(tensor, peer, tag), peer, self.count(False, tensor, peer, tag or -2))
+        for tensor in filter(Tensor.numel, tensors):
+            handle.add(self._receive(tensor, peer, tag), peer, self.count(False, tensor, peer, tag or -2))
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> _Receive:
         key = self._key(peer, self.index, tag)
