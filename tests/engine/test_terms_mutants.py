@@ -12,7 +12,7 @@ import pytest
 
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import DATA
-from isograd.engine import Engine, LossScale, step_status
+from isograd.engine import Engine, LossScale, step_status, validation
 from isograd.engine.step import StepState
 from isograd.engine.term_weights import TermWeights
 from isograd.errors import IsogradError
@@ -97,7 +97,7 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
         "_as_gradients",
         lambda f: lambda self, roots, found: [s.to(r.dtype) for r, s in zip(roots, found, strict=True)],
     ),
-    "a weight of zero is not looked at": (TermWeights, "_left_out", lambda f: lambda self, term: False),
+    "a weight of zero is not looked at": (validation, "adds_nothing", lambda f: lambda *given: False),
     "what was announced outlives its step": (TermWeights, "next_step", kept),
     "the stats are this rank's": (
         TermWeights, "means", lambda f: lambda self, columns: f(self, columns[:1])

@@ -162,13 +162,13 @@ class StepState:
 
     def backward_discarded(self, loss: Tensor, weight: Tensor | float) -> None:
         """Backward from a loss as `backward_loss` does it; the step gathers nothing but prints of it."""
-        self.must_be(State.BACKWARD)
         self._seeded(loss, number_on(loss.device, weight), last=False, discard=True)
 
     def backward_terms(self, terms: Terms, *, last: bool = True) -> bool:
         """Backward from the terms of a loss, in one run of autograd; each is seeded with its share of the step."""
         self.must_be(State.BACKWARD)
-        roots, seeds, left_out = self._shares_of(terms)
+        roots, seeds, left_out, loss = self.now.term_weights.seeds(terms)
+        self.now.losses.append(loss)
         if self.units is not None and left_out:
             if roots:  # other ranks gather parameters with this backward
                 raise validation.needed_elsewhere(left_out[0], self.mesh)
@@ -182,15 +182,9 @@ class StepState:
     def seeds_of(self, terms: Terms) -> tuple[list[Tensor], list[Tensor]]:
         """Terms as (roots, their gradients), which `run_backward` takes together with others."""
         self.now.term_weights.refuse_half(terms)
-        roots, seeds, _ = self._shares_of(terms)
-        return roots, self._as_gradients(roots, seeds)
-
-    def _shares_of(self, terms: Terms) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        roots, seeds, left_out, loss = self.now.term_weights.seeds(terms)
-        if left_out and validation.others_need(self.mesh):
-            raise validation.needed_elsewhere(left_out[0], self.mesh)
+        roots, seeds, _, loss = self.now.term_weights.seeds(terms)
         self.now.losses.append(loss)
-        return roots, seeds, left_out
+        return roots, self._as_gradients(roots, seeds)
 
     def _as_gradients(self, roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
         return [(seed * self.now.scale).to(root.dtype).expand_as(root) for root, seed in zip(roots, seeds, strict=True)]

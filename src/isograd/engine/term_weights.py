@@ -144,16 +144,14 @@ class TermWeights:
             if coefficient:
                 self._sums[2, name].append(mean * coefficient)
                 losses.append(mean * share)
-            if _has_gradient(terms[name]) and self._left_out(terms[name]):
+            if not _has_gradient(terms[name]):
+                continue
+            if validation.adds_nothing(value, weight, self.mesh):
                 left_out.append(value)
-            elif _has_gradient(terms[name]):
+            else:
                 roots.append(value)
                 seeds.append(count * share)
         return roots, seeds, left_out, torch.stack(losses).sum()
-
-    def _left_out(self, term: Term) -> bool:
-        """A mean over nothing is NaN in torch, and so is its gradient, whatever it is multiplied with."""
-        return _is_zero(term.weight) and not bool(term.value.isfinite())
 
     def _share(self, name: str) -> float:
         weight = self.weights[name]

@@ -304,14 +304,9 @@ def adds_nothing(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> bool:
     if isinstance(weight, Tensor) and weight.device.type != "cpu":
         return False
     nothing = float(weight) == 0 and not bool(loss.isfinite())
-    if nothing and others_need(mesh):
+    if nothing and (mesh.size("cp") > 1 or mesh.size("ep") > 1):  # whose layers exchange with other ranks in backward
         raise needed_elsewhere(loss, mesh)
     return nothing
-
-
-def others_need(mesh: Mesh) -> bool:
-    """Whether layers exchange with other ranks in backward."""
-    return mesh.size("cp") > 1 or mesh.size("ep") > 1
 
 
 def needed_elsewhere(loss: Tensor, mesh: Mesh) -> EngineError:
