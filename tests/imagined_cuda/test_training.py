@@ -177,7 +177,7 @@ def copied(layout: str) -> tuple[int, dict[int, int], dict[int, bool]]:
     {rank: checksum of its rows here}, {rank: whether they are whole})."""
     engine = engine_of(layout)
     mesh = engine.mesh
-    assert raw.is_nccl(mesh.group("world"))
+    assert mesh.group("world").is_nccl
     socket.gethostname = lambda: f"host{mesh.rank}"
     copies = Copies(engine, "run", {})
     with recording() as record:

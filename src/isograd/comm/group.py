@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from isograd.comm.transport import Nccl
 from isograd.errors import CommError
 
 
@@ -61,6 +62,11 @@ class Group:
     def transport(self) -> Any:
         """How its messages travel, as long as they do."""
         return None if self.connections is None or self.connections.closed else self.connections
+
+    @property
+    def is_nccl(self) -> bool:
+        """Whether its messages travel by NCCL: the host never waits for them, and they have no tags."""
+        return isinstance(self.transport, Nccl)
 
     @property
     def size(self) -> int:

@@ -86,7 +86,7 @@ class Handle:
     def arrived_within(self, seconds: float) -> bool:
         """Whether everything arrives within a while. NCCL is asked and never waited for; gloo's messages cannot be
         asked whether they have arrived, so a thread waits for them."""
-        if self.group is not None and self.group.transport is not None and self.group.transport.native:
+        if self.group is not None and self.group.is_nccl:
             return all(work.is_completed() for work, *_ in self._works)
         if self._arrival is None and self._works:
             self._arrival = futures.Future()

@@ -29,11 +29,6 @@ SPIN_S = 5e-4  # for which the host asks a card without a pause
 SMALL_BYTES = 1 << 16  # below this an all-reduce is one exchange of whole tensors: one latency instead of two
 
 
-def is_nccl(group: Group) -> bool:
-    """Whether this group's transport has reductions of its own (NCCL), and the host never waits for its messages."""
-    return group.transport is not None and group.transport.native
-
-
 def _transport(group: Group) -> Transport:
     group.refuse_closed()
     if group.transport is None:

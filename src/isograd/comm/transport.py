@@ -3,7 +3,7 @@ gloo, for NCCL, for threads of one process (threads.py) and for ranks that are s
 
     exchange            lists of tensors to and from every other member, all at once
     send, receive       to and from one member
-    reduce_scatter, all_gather, all_reduce      only where `native` (NCCL)
+    reduce_scatter, all_gather, all_reduce      only of `Nccl`
     broadcast
 
 Each adds what it has started to a handle (handle.py), message by message: an exception in between leaves none that
@@ -35,7 +35,6 @@ Tensors = Sequence[Sequence[Tensor]]  # for each member of a group
 class Transport:
     """What raw.py asks of every way to move messages; this one, of torch's gloo."""
 
-    native = False  # whether it has reductions of its own, and orders messages by their launch alone
     simulated = False  # whether the other members are not there
 
     def __init__(self, process_group: Any, ranks: tuple[int, ...], index: int) -> None:
@@ -112,9 +111,8 @@ class Transport:
 
 
 class Nccl(Transport):
-    """NCCL's collectives run on the device, on a stream of their own: `wait` makes the current stream wait."""
-
-    native = True
+    """NCCL's collectives run on the device, on a stream of their own: `wait` makes the current stream wait. It has
+    reductions of its own, and orders messages by their launch alone."""
 
     def close(self) -> None:
         """Nothing: the whole process group is aborted."""

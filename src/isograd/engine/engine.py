@@ -165,7 +165,7 @@ class Engine:
             return ReduceWhen.STEP
         # Ranks of a cp or ep group reach parameters at different points of backward. On NCCL a bucket that one of them
         # launches early could take the place of an exchange that the other one waits for.
-        unordered = max(self.mesh.size("cp"), self.mesh.size("ep")) > 1 and raw.is_nccl(self.mesh.group(DATA))
+        unordered = max(self.mesh.size("cp"), self.mesh.size("ep")) > 1 and self.mesh.group(DATA).is_nccl
         return ReduceWhen.BLOCK_DONE if self._units is not None or unordered else ReduceWhen.GRAD_READY
 
     def backward(self, loss: Tensor | Terms, weight: float | Tensor | None = None) -> None:

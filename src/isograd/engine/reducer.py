@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
 from isograd.comm.world import abort_group_on_interrupt, reserve_tags
 from isograd.core.mesh import Mesh
@@ -56,7 +55,7 @@ class Reducer:
         self.plan, self.tree, self._rank = plan, tree, mesh.rank
         self.serial = reserve_tags(mesh.group("world"))  # of its engine: ranks make theirs in one order
         self.groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
-        self._native = any(map(raw.is_nccl, self.groups.values()))  # waits are the card's
+        self._on_nccl = any(group.is_nccl for group in self.groups.values())  # waits are the card's
         self.packings = {bucket: packing_of(bucket.slots) for bucket in plan.buckets}  # planned once, for gathers too
         self.buffers = Buffers()  # for gathers too
         self.sent: list[Bucket] = []  # the buckets that left since the step began, in order
@@ -103,7 +102,7 @@ class Reducer:
         On gloo that cannot block: this rank has read the others' note of a gather that they posted when they had left
         two blocks before, or were leaving it, which ends with a launch (engine/zero3/gather_check.py).
         """
-        if self._native:
+        if self._on_nccl:
             self._age()
         self._finish_older()
         self._age()
@@ -115,7 +114,7 @@ class Reducer:
     def _finish_older(self, patience: float = 0.0) -> None:
         """Or what of it arrives within a while on gloo."""
         while self._older:
-            if patience and not self._native and not self._older[0].reduction.arrived_within(patience):
+            if patience and not self._on_nccl and not self._older[0].reduction.arrived_within(patience):
                 break
             self._finish()
 

@@ -84,7 +84,7 @@ class GatherOrderCheck:
     def __init__(self, group: Group, rows: Sequence[Group], where: str) -> None:
         """`rows`: the groups over which rows are gathered, all within `group`."""
         self.group, self.where, self.epoch = group, where, 0
-        self.is_active = group.size > 1 and not raw.is_nccl(group)
+        self.is_active = group.size > 1 and not group.is_nccl
         self._tag = reserve_tags(group) if self.is_active else 0
         self._rows_tags = {of.ranks: reserve_tags(of) for of in rows} if self.is_active else {}
         self._others = [member for member in range(group.size) if member != group.index]
