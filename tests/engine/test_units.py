@@ -292,8 +292,8 @@ def test_three_times_the_blocks_and_twice_the_rest_cross_the_wire_or_twice_all_w
 
 def memory(engine: Engine) -> list[int]:
     """Bytes of parameters that are whole."""
-    assert engine._units is not None
-    return [param.now.full.untyped_storage().nbytes() for param in engine._units.params.values()]
+    assert engine._zero3 is not None
+    return [param.now.full.untyped_storage().nbytes() for param in engine._zero3.params.values()]
 
 
 class Stumbling(Chain):
@@ -480,8 +480,8 @@ def shards_of_a_frozen_model() -> tuple[int, int, int]:
     engine = Engine(model, mesh, toys.sgd)
     engine.backward(*loss_of(model, 0, mesh.rank))
     engine.step()
-    assert engine._units is not None
-    kept = sum(k.rows.untyped_storage().nbytes() for k in engine._units.params.values())
+    assert engine._zero3 is not None
+    kept = sum(k.rows.untyped_storage().nbytes() for k in engine._zero3.params.values())
     return kept, sum(memory(engine)), whole
 
 

@@ -74,10 +74,10 @@ def outcome(run: Any) -> str:
 
 def is_clean(engine: Engine) -> bool:
     """Whether nothing of the model is whole, and nothing is under way."""
-    units = engine._units
-    assert isinstance(units, Zero3Hooks)
-    groups = [group for group in units.groups if group.awaited or group.state is not GroupState.SHARDED]
-    state = (units._run.phase, units._pending, groups)
+    zero3 = engine._zero3
+    assert isinstance(zero3, Zero3Hooks)
+    groups = [group for group in zero3.groups if group.awaited or group.state is not GroupState.SHARDED]
+    state = (zero3._run.phase, zero3._pending, groups)
     return not any(memory(engine)) and not any(state)
 
 

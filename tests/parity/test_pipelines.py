@@ -114,19 +114,19 @@ def most_blocks_at_once(layout: str) -> int:
     """How many blocks of this rank are whole at a time, at the most, in a step of several micro-batches."""
     mesh, config = Mesh(layout), cases.CONFIGS["deep"]
     engine = Engine(Transformer(config, mesh), mesh, cases.sgd)
-    units = engine._units
-    assert units is not None
-    most, unshard = 0, units.unshard
+    zero3 = engine._zero3
+    assert zero3 is not None
+    most, unshard = 0, zero3.unshard
 
     def watched(unit: object) -> None:
         nonlocal most
         unshard(unit)  # type: ignore[arg-type]
-        most = max(most, sum(any(p.users for p in group.params) for group in units.groups if group is not units.root))
+        most = max(most, sum(any(p.users for p in group.params) for group in zero3.groups if group is not zero3.root))
 
-    units.unshard = watched  # type: ignore[assignment]
+    zero3.unshard = watched  # type: ignore[assignment]
     tokens, labels, _ = cases.micro_batch(config, 0, 0, 1)
     engine.train_step([{"tokens": tokens, "labels": labels}] * 4)
-    assert not any(param.users for param in units.params.values())
+    assert not any(param.users for param in zero3.params.values())
     return most
 
 

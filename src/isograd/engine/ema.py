@@ -42,7 +42,7 @@ class WeightAverage:
     @torch.no_grad()
     def restart(self) -> None:
         """Begin again with the weights as they are; all ranks call it."""
-        if self._optimizer.units is None:
+        if self._optimizer.zero3 is None:
             self._optimizer.take_edits()
         self._optimizer._collect_edits()
         for name, master in self._optimizer.masters.items():

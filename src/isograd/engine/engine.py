@@ -116,21 +116,21 @@ class Engine:
         first.fill_buffers(model)
         validation.equal_replicas(model, self.table, mesh)
         fp16 = any(slot.parameter.dtype == torch.float16 for slot in self.plan.slots)
-        self._units = None
+        self._zero3 = None
         if stage == 3:
             slots = {id(slot.parameter): slot for slot in self.plan.slots}
             every = [slots.get(id(record.parameter)) or slot_of(record, mesh) for record in self.table]
-            self._units = Zero3Hooks(model, every, mesh, first, blocks=parts, keep=keep_gathered, offload=offload)
+            self._zero3 = Zero3Hooks(model, every, mesh, first, blocks=parts, keep=keep_gathered, offload=offload)
         else:
             first.fill(self.table)
         cut = muon.TensorParallelMuon(self.plan.slots, mesh, owners, stage)
-        self._sharded_optimizer = ShardedOptimizer(self.plan, mesh, optimizer, self._units, offload, cut, elementwise)
+        self._sharded_optimizer = ShardedOptimizer(self.plan, mesh, optimizer, self._zero3, offload, cut, elementwise)
         self.step_state = StepState(
             self.plan,
             mesh,
             reproducible=reproducible,
             keep_full=stage == 0,
-            units=self._units,
+            zero3=self._zero3,
             loss_scale=loss_scale or (LossScale() if fp16 else None),
             masters=self._sharded_optimizer.masters,
             widest=widest,
@@ -160,13 +160,13 @@ class Engine:
     @property
     def _reduce_when(self) -> ReduceWhen:
         """When the buckets of the next backward leave."""
-        every_micro = self._units is not None and self.pipeline is not None  # blocks are left once for each of them
+        every_micro = self._zero3 is not None and self.pipeline is not None  # blocks are left once for each of them
         if not (self.step_state.now.syncs and self._overlap) or self.reproducible or every_micro:
             return ReduceWhen.STEP
         # Ranks of a cp or ep group reach parameters at different points of backward. On NCCL a bucket that one of them
         # launches early could take the place of an exchange that the other one waits for.
         unordered = max(self.mesh.size("cp"), self.mesh.size("ep")) > 1 and self.mesh.group(DATA).is_nccl
-        return ReduceWhen.BLOCK_DONE if self._units is not None or unordered else ReduceWhen.GRAD_READY
+        return ReduceWhen.BLOCK_DONE if self._zero3 is not None or unordered else ReduceWhen.GRAD_READY
 
     def backward(self, loss: Tensor | Terms, weight: float | Tensor | None = None) -> None:
         """Add the gradient of loss * weight to the step. `weight`: how many tokens (rows, ...) it is the mean of.
@@ -393,7 +393,7 @@ class Engine:
     def local_shard(self, name: str) -> Tensor:
         """What this rank keeps of a parameter between steps: at ZeRO 3 its rows, else all that its contract says."""
         parameter = self.table.records[name].parameter
-        return parameter.data if self._units is None else self._units.params[id(parameter)].rows
+        return parameter.data if self._zero3 is None else self._zero3.params[id(parameter)].rows
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
@@ -404,12 +404,12 @@ class Engine:
         called on all ranks, returns the tensor of all tp and ep ranks.
         """
         self.mesh.group("world").refuse_closed()
-        outermost = self._units is not None and self._units.gather_all()
+        outermost = self._zero3 is not None and self._zero3.gather_all()
         try:
             yield self.model
         finally:
-            if self._units is not None:
-                self._units.take_edits(free=outermost)
+            if self._zero3 is not None:
+                self._zero3.take_edits(free=outermost)
             self._sharded_optimizer.take_edits()
 
     @torch.no_grad()
@@ -476,9 +476,9 @@ class Engine:
     def _check_lockstep(self, said: str, status: Status = Status.FINE) -> None:
         """At ZeRO 3, before a collective of all ranks: a rank in another forward would wait there for this one.
         Where this one discards, ranks that were elsewhere hear of it, and come to the same collective next."""
-        while self._units is not None:
+        while self._zero3 is not None:
             try:
-                self._units.wait_for_all(said, status is Status.DISCARDS or self.step_state.state is State.FAILED)
+                self._zero3.wait_for_all(said, status is Status.DISCARDS or self.step_state.state is State.FAILED)
                 return
             except EngineError as error:  # told to the other ranks at the same time, where they were
                 self.step_state.fail(error)

@@ -465,6 +465,6 @@ def refresh_masters(engine: Engine) -> None:
         rows = kept if kept.shape == master.shape else slot.rows(kept)
         if master.dtype == rows.dtype and master.device != rows.device:  # offloaded fp32
             master.copy_(rows)
-    if engine._units is not None:
-        engine._units.stepped()
+    if engine._zero3 is not None:
+        engine._zero3.stepped()
     engine.step_state.mark_consistent()

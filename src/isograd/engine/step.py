@@ -64,7 +64,7 @@ class StepState:
         *,
         reproducible: bool = False,
         keep_full: bool = False,
-        units: Zero3Hooks | None = None,
+        zero3: Zero3Hooks | None = None,
         loss_scale: LossScale | None = None,
         masters: Mapping[str, nn.Parameter] | None = None,
         widest: int = 0,
@@ -73,7 +73,7 @@ class StepState:
         widest: how many parameters the stage has that has most; 0: all have as many.
         masters: what the optimizer steps; `.grad` is withheld between backwards, there and of parameters. None: it is
         the caller's."""
-        self.plan, self.mesh, self.reproducible, self.units = plan, mesh, reproducible, units
+        self.plan, self.mesh, self.reproducible, self.zero3 = plan, mesh, reproducible, zero3
         self.keep_full, self.widest = keep_full, widest or len(plan.slots)
         self.made_at = validation.user_line()
         self.taken_over: list[str] = []  # where Engines were made that have taken parameters over
@@ -148,7 +148,7 @@ class StepState:
         validation.check_mean("the loss", loss, weight, self.mesh)
         count = number_on(loss.device, weight)
         nothing = validation.adds_nothing(loss, weight, self.mesh)
-        if not nothing or self.units is not None:  # at ZeRO 3 the other ranks gather parameters with this one
+        if not nothing or self.zero3 is not None:  # at ZeRO 3 the other ranks gather parameters with this one
             on_card = isinstance(weight, Tensor) and weight.device.type != "cpu"
             self._seeded(loss, count, last=last, discard=nothing, counts=not on_card and bool(weight))
         self.add_weight(count, loss)
@@ -169,7 +169,7 @@ class StepState:
         self.must_be(State.BACKWARD)
         roots, seeds, left_out, loss = self.now.term_weights.seeds(terms)
         self.now.losses.append(loss)
-        if self.units is not None and left_out:
+        if self.zero3 is not None and left_out:
             if roots:  # other ranks gather parameters with this backward
                 raise validation.needed_elsewhere(left_out[0], self.mesh)
             self.run_backward(left_out, [torch.zeros_like(root) for root in left_out], last=last, discard=True)
@@ -228,15 +228,15 @@ class StepState:
 
     @contextmanager
     def _running(self, run: AutogradRun) -> Iterator[None]:
-        if self.units is not None:
-            self.units.begin_backward(self._on_block_done if run.reduces else None)
+        if self.zero3 is not None:
+            self.zero3.begin_backward(self._on_block_done if run.reduces else None)
         try:
             self.change(phase=replace(self.now.phase, run=run))
             yield
         finally:
             self.change(phase=replace(self.now.phase, run=None))
-            if self.units is not None:  # it tells the other ranks when an exception is on its way
-                self.units.end_backward()
+            if self.zero3 is not None:  # it tells the other ranks when an exception is on its way
+                self.zero3.end_backward()
 
     def accepts_split_grads(self, parameter: Tensor) -> bool:
         """Whether a gradient of this parameter may come later than autograd's: it is ours, without others' hooks."""
@@ -263,8 +263,8 @@ class StepState:
         self.must_be(State.OPEN, State.REDUCED)
         if (error := self.problem_in_grads()) is not None:
             self.fail(error)
-            if self.units is not None:  # the others may have begun theirs, and wait for this rank
-                self.units.abort(headline(error))
+            if self.zero3 is not None:  # the others may have begun theirs, and wait for this rank
+                self.zero3.abort(headline(error))
             raise error
         set_grads((slot.parameter, None) for slot in self.now.used & self._placeholders.keys())
         unsent = [] if reduce_when is ReduceWhen.STEP else list(self.plan.buckets)
@@ -281,8 +281,8 @@ class StepState:
             return
         if self.state is State.FAILED:
             self.status_group.refuse_closed()  # nothing can drop the step
-            if self.units is not None:  # the others may have begun theirs, and wait for this rank
-                self.units.abort("refused a backward: an earlier one had failed")
+            if self.zero3 is not None:  # the others may have begun theirs, and wait for this rank
+                self.zero3.abort("refused a backward: an earlier one had failed")
             raise EngineError("IG550", seen=self.now.phase.failure, where=self.mesh.describe_rank(), failed="this rank")
         allowed = " or ".join(state.value for state in states)
         raise EngineError("IG552", where=self.mesh.describe_rank(), state=self.state.value, allowed=allowed)
@@ -343,14 +343,14 @@ class StepState:
             self.now.tree.grow([self._pop(slot) for slot in self.plan.slots])
         else:
             self._flush(self.now.phase.unsent)
-        if self.units is not None:
-            self.units.all_ended()
+        if self.zero3 is not None:
+            self.zero3.all_ended()
         set_grads(pair for slot in self.now.used for pair in self._placeholders.get(slot, ()))
         self.change(phase=Phase())
 
     def _flush(self, unsent: list[Bucket]) -> None:
-        if unsent and self.units is not None:
-            self.units.all_ended()  # and so they launch the same buckets
+        if unsent and self.zero3 is not None:
+            self.zero3.all_ended()  # and so they launch the same buckets
             self.reducer.next_block()
         while unsent:
             self._launch(unsent.pop(0))
@@ -418,8 +418,8 @@ class StepState:
         self.change(tree=Tree(), local={}, final_shards={}, full={})  # now: one may be out of memory
         self.reducer.send_missing(self.mesh)
         self.reducer.finish_all()
-        if self.units is not None:
-            self.units.abort()
+        if self.zero3 is not None:
+            self.zero3.abort()
         self.clear(self.now.before)
 
     def mark_discarded(self, error: BaseException | None = None) -> None:

@@ -143,7 +143,7 @@ class ShardedOptimizer:
         plan: Plan,
         mesh: Mesh,
         factory: Factory,
-        units: Zero3Hooks | None,
+        zero3: Zero3Hooks | None,
         offload: bool,
         across: TensorParallelMuon,
         elementwise: bool,
@@ -151,7 +151,7 @@ class ShardedOptimizer:
         """offload: masters and the optimizer's state lie, and step, in the host's memory. across: the matrices that
         tp cuts and that are stepped uncut. elementwise: the user says so of an optimizer that is not torch's."""
         stage = mesh.layout.zero
-        self.plan, self.stage, self.units, self.offload, self.across = plan, stage, units, offload, across
+        self.plan, self.stage, self.zero3, self.offload, self.across = plan, stage, zero3, offload, across
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
         pairs = [(slot, self.masters[slot.name], self._target(slot)) for slot in plan.slots if slot not in across]
         # Masters with memory of their own: wider than the parameter, or on the host.
@@ -231,8 +231,8 @@ class ShardedOptimizer:
 
     def _target(self, slot: Slot) -> Tensor:
         """What a step changes, in the parameter's own dtype."""
-        if self.units is not None:
-            return self.units.params[id(slot.parameter)].rows
+        if self.zero3 is not None:
+            return self.zero3.params[id(slot.parameter)].rows
         return slot.parameter.data if self.stage == 0 else slot.rows(slot.parameter.data)
 
     def _badly_owned(self) -> EngineError | None:
@@ -262,7 +262,7 @@ class ShardedOptimizer:
     def _step(
         self, step_state: StepState, scale: float, unused: set[str], verdict: Verdict | None
     ) -> BaseException | None:
-        if self.units is None:  # at stage 3 parameters are there to edit in `full_parameters` only, which takes edits
+        if self.zero3 is None:  # at stage 3 parameters are there to edit in `full_parameters` only, which takes edits
             self.take_edits()
         divides = verdict is not None or self._divides(scale)
         if self.stage == 0:
@@ -343,10 +343,10 @@ class ShardedOptimizer:
 
     def _free_rows(self) -> bool:
         """ZeRO 3: half-precision rows are made of their masters as they are gathered. Whether it is so here."""
-        if self.units is None or self.offload:
+        if self.zero3 is None or self.offload:
             return False
         for slot, master in self._separate_masters.items():
-            self.units.params[id(slot.parameter)].free_rows(master)
+            self.zero3.params[id(slot.parameter)].free_rows(master)
         return True
 
     @torch.no_grad()
@@ -372,8 +372,8 @@ class ShardedOptimizer:
             pairs = [(b, [(s.rows(s.parameter.data), s.parameter.data) for s in b.slots]) for b in self.plan.buckets]
             with record_function("isograd: gather parameters"):
                 _gather(reducer, pairs)
-        if self.units is not None:
-            self.units.stepped()
+        if self.zero3 is not None:
+            self.zero3.stepped()
 
 
 def _divides(one: torch.optim.Optimizer) -> bool:

@@ -234,8 +234,8 @@ def name_failed_rank(mesh: Mesh) -> Iterator[None]:
 
 def name_failed_rank_in_forward(engine: Engine) -> None:
     """The same, where a forward of ZeRO 3 waits for blocks of other ranks."""
-    if engine._units is not None:
-        engine._units.named = partial(failed_rank_error, mesh=engine.mesh)
+    if engine._zero3 is not None:
+        engine._zero3.named = partial(failed_rank_error, mesh=engine.mesh)
 
 
 def failed_rank_error(error: BaseException, mesh: Mesh) -> IntegrationError | None:

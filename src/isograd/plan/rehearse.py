@@ -167,9 +167,9 @@ def _name_states(engine: Engine, allocations: Allocations) -> None:
     for slot in engine.plan.slots:
         allocations.name(engine._sharded_optimizer.masters[slot.name], OPTIMIZER, "masters")
     for record in engine.table:
-        if engine._units is None or engine._units.params[id(record.parameter)].now.mine.dtype == record.parameter.dtype:
+        if engine._zero3 is None or engine._zero3.params[id(record.parameter)].now.mine.dtype == record.parameter.dtype:
             allocations.name(engine.local_shard(record.name), PARAMETERS, _pattern(record.name))
-    for param in engine._units.params.values() if engine._units is not None else ():
+    for param in engine._zero3.params.values() if engine._zero3 is not None else ():
         allocations.name(param.now.full, PARAMETERS, "gathered (ZeRO 3)")
         allocations.resized(param.now.full)
         for change in ("alloc_full", "free_full"):
