@@ -181,13 +181,13 @@ def muon_with_lost_parts(truth: dict[str, Tensor]) -> list[bool]:
         return exchange(out, into, group).and_then(lambda: [t.zero_() for part in into for t in part])
 
     for method in ("collect", "spread"):
-        original = getattr(by_matrix.TensorParallelMuon, method)
+        original = getattr(by_matrix.TensorParallelMatrices, method)
 
         def lost(self: object, *given: object, original: Any = original) -> object:
             with mock.patch.object(by_matrix.raw, "exchange", losing):
                 return original(self, *given)
 
-        with mock.patch.object(by_matrix.TensorParallelMuon, method, lost):
+        with mock.patch.object(by_matrix.TensorParallelMatrices, method, lost):
             seen.append(bool(apart(muon_of_a_transformer("tp2 zero1", 2, "qwen"), truth)))
     return seen
 

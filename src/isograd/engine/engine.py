@@ -123,7 +123,7 @@ class Engine:
             self._zero3 = Zero3Hooks(model, every, mesh, first, blocks=parts, keep=keep_gathered, offload=offload)
         else:
             first.fill(self.table)
-        cut = muon.TensorParallelMuon(self.plan.slots, mesh, owners, stage)
+        cut = muon.TensorParallelMatrices(self.plan.slots, mesh, owners, stage)
         self._sharded_optimizer = ShardedOptimizer(self.plan, mesh, optimizer, self._zero3, offload, cut, elementwise)
         self.step_state = StepState(
             self.plan,

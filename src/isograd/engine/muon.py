@@ -4,7 +4,7 @@ A row shard of a matrix has other singular vectors than the matrix, so such an o
 
 - `Engine(matrices=[...])` names matrices that keep one data rank each as the owner of all their rows (`owners`). The
   experts of a layer are a stack of matrices, of which a row is one: any cut by rows leaves each with one owner.
-- Of a matrix that tp cuts, one tp rank of the owner steps the uncut matrix (`TensorParallelMuon`).
+- Of a matrix that tp cuts, one tp rank of the owner steps the uncut matrix (`TensorParallelMatrices`).
 - `Muon` is torch's Muon for stacks of matrices too.
 - `ChainedOptimizer` makes one optimizer of several: Muon for matrices, AdamW for the rest.
 """
@@ -132,7 +132,7 @@ def _least_loaded(sizes: Mapping[str, int], ranks: int, fixed: Mapping[str, int]
     return found
 
 
-class TensorParallelMuon:
+class TensorParallelMatrices:
     """The uncut matrices of those that tp cuts, for an optimizer that works on matrices.
 
     The data rank that owns such a matrix has a part of it on each of its tp ranks. One of these, the home, has the

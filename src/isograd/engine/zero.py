@@ -32,7 +32,7 @@ from isograd.core.mesh import Mesh
 from isograd.engine import muon
 from isograd.engine.elementwise import refuse_pieces
 from isograd.engine.grad_placeholder import set_grads
-from isograd.engine.muon import TensorParallelMuon
+from isograd.engine.muon import TensorParallelMatrices
 from isograd.engine.packing import gather_rows
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.reducer import Reducer, zeros_of
@@ -145,7 +145,7 @@ class ShardedOptimizer:
         factory: Factory,
         zero3: Zero3Hooks | None,
         offload: bool,
-        across: TensorParallelMuon,
+        across: TensorParallelMatrices,
         elementwise: bool,
     ) -> None:
         """offload: masters and the optimizer's state lie, and step, in the host's memory. across: the matrices that
