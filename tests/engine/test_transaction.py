@@ -558,11 +558,10 @@ def nothing_on_a_device() -> None:
     engine = Engine(model, Mesh(""), toys.sgd)
     engine.backward(model(torch.ones(3, 2, dtype=torch.float64)).mean(), weight=3)
     with engine.backward_context() as step_state:
-        empty = model(torch.ones(0, 2, dtype=torch.float64)).mean()
         count = torch.zeros((), dtype=torch.float64)
-        step_state._no_loss = (count == 0) & ~empty.detach().isfinite()  # as `Ledger._seeded` sets it on a GPU
-        step_state.run_backward([empty], [count])
-        step_state._no_loss = None
+        empty = (model(torch.ones(3, 2, dtype=torch.float64)) * 0).sum() / count  # over no token of three
+        no_loss = (count == 0) & ~empty.detach().isfinite()  # as `_seeded` finds it on a GPU
+        step_state.run_backward([empty], [count], no_loss=no_loss)
     for name, gradient in engine.grads().items():
         assert torch.equal(gradient, torch.ones_like(gradient)), name
     assert not engine.step().skipped
