@@ -44,7 +44,8 @@ def host_takes(rows: Tensor, same_inputs: Tensor, layout: str) -> bool:
     """As Engine._decide and Decision.take do."""
     mesh, ranks = Mesh.unbound(layout), len(rows)
     columns = [torch.zeros(ranks)] * 5
-    table = step_status.StepStatus(rows[:, 1], rows[:, 2], *columns, {}, torch.zeros(ranks, 1, dtype=torch.bool))
+    more, used = {"losses": torch.zeros(ranks, 2)}, torch.zeros(ranks, 1, dtype=torch.bool)
+    table = step_status.StepStatus(rows[:, 1], rows[:, 2], *columns, more, used)
     digests = rows[same_inputs, 3]
     try:
         step_status.refuse_wrong(table, mesh)

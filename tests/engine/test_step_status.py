@@ -20,8 +20,9 @@ from isograd.errors import EngineError
 def fine(ranks: int) -> StepStatus:
     ones = torch.ones(ranks, dtype=torch.float64)
     return StepStatus(
-        ones * 8, ones * 2.5, ones * 0, ones * Status.FINE, ones, ones * 7, ones * 0, {}, ones.bool()[:, None]
-    )
+        ones * 8, ones * 2.5, ones * 0, ones * Status.FINE, ones, ones * 7, ones * 0,
+        {"losses": torch.zeros(ranks, 2)}, ones.bool()[:, None],
+    )  # fmt: skip
 
 
 def changed(column: str, *values: float) -> StepStatus:

@@ -35,7 +35,6 @@ SOURCE = Path(isograd.__file__).parent
 SEARCHED = ("engine", "nn", "sequence", "pipeline", "core/contract.py", "core/step_counters.py", "comm/ops.py")
 
 PLAIN = (
-    "raw.wait_at_most",
     "raw.to_host",
     "raw.copy_to_host",
     "ops.uncompiled",

@@ -103,8 +103,8 @@ def all_max(x: torch.Tensor, group: Group) -> torch.Tensor:
 def gather_list(
     x: torch.Tensor, group: Group, *, control: bool = True, limit: float | None = None
 ) -> list[torch.Tensor]:
-    """Every member's tensor (all of one shape), in rank order. `control`: as in exchange. `limit`: as in
-    `wait_at_most`, for what lies in host memory."""
+    """Every member's tensor (all of one shape), in rank order. `control`: as in exchange. `limit`: seconds after
+    which this rank closes its connections and raises, of what lies in host memory."""
     if group.size == 1:
         return [x]
     transport = _transport(group)
@@ -123,7 +123,11 @@ def gather_list(
 def _gather_exchanged(x: torch.Tensor, group: Group, control: bool, limit: float | None = None) -> list[torch.Tensor]:
     x = x.contiguous()
     pieces = [x if i == group.index else torch.empty_like(x) for i in range(group.size)]
-    wait_at_most(exchange([[x]] * group.size, [[p] for p in pieces], group, control=control), limit)
+    handle = exchange([[x]] * group.size, [[p] for p in pieces], group, control=control)
+    if limit is not None and not handle.arrived_within(limit):
+        leave(f"it gave up a step, and other ranks did not come to its end within {limit:g} s: they wait in a layer")
+        raise CommError("IG214", seen=f"no answer within {limit:g} s")
+    handle.wait()
     return pieces
 
 
@@ -159,14 +163,6 @@ def copy_to_host(x: torch.Tensor) -> Callable[[], torch.Tensor]:
         return here
 
     return wait
-
-
-def wait_at_most(handle: Handle, limit: float | None) -> None:
-    """Wait for what is under way. After `limit` seconds this rank closes its connections and raises."""
-    if limit is not None and not handle.arrived_within(limit):
-        leave(f"it gave up a step, and other ranks did not come to its end within {limit:g} s: they wait in a layer")
-        raise CommError("IG214", seen=f"no answer within {limit:g} s")
-    handle.wait()
 
 
 def all_gather(x: torch.Tensor, group: Group, sizes: Sequence[int]) -> torch.Tensor:

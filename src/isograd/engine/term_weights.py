@@ -116,7 +116,10 @@ class TermWeights:
                 known, hint = ", ".join(self.names) or "none", did_you_mean(name, self.names)
                 seen, where = f"terms {', '.join(terms)}", self.mesh.describe_rank()
                 raise EngineError("IG562", seen=seen, where=where, name=name, hint=hint, known=known)
-            trains = bool(term.coefficient) and not _is_zero(term.weight)
+            on_card = (
+                isinstance(term.weight, Tensor) and term.weight.device.type != "cpu"
+            )  # not looked at: it would wait
+            trains = bool(term.coefficient) and (on_card or float(term.weight) != 0)
             validation.check_mean(f"the term {name!r}", term.value, term.weight, self.mesh, trains=trains)
         if len([1 for term in terms.values() if _has_gradient(term)]) > 1:
             self.refuse_half(terms)
@@ -250,8 +253,3 @@ def _print_of(names: Iterable[str]) -> Tensor:
 
 def _has_gradient(term: Term) -> bool:
     return term.value.requires_grad and term.coefficient != 0
-
-
-def _is_zero(weight: Tensor | float) -> bool:
-    """A weight on a GPU is not looked at, which would make the GPU wait."""
-    return (not isinstance(weight, Tensor) or weight.device.type == "cpu") and float(weight) == 0

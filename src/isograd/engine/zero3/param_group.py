@@ -302,7 +302,7 @@ class Zero3Hooks:
         """Wait until all data ranks have ended the last backward. Raises where an exception has ended one."""
         self._confirm(self._run.announced)
 
-    def wait_for_all(self, said: str, gives_up: bool = False) -> None:
+    def wait_for_all(self, said: str, gives_up: bool) -> None:
         """All data ranks come here now, or all raise: before a collective of the step. gives_up: this one, its step."""
         self.wait_for_unshard()
         self._confirm(self._announce(said, GIVES_UP if gives_up else MEETING))
