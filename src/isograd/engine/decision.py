@@ -30,7 +30,7 @@ from isograd.engine import norm, step_status
 from isograd.engine.evaluation import Stats
 from isograd.engine.nonfinite import find_nonfinite
 from isograd.engine.step import StepState
-from isograd.engine.step_status import SAME_LOSS, StepStatus, StepTotals
+from isograd.engine.step_status import SAME_LOSS, Status, StepStatus, StepTotals
 from isograd.engine.term_weights import TermWeights
 from isograd.engine.tree import tree_sum
 from isograd.engine.zero import SCALES, ShardedOptimizer, Verdict
@@ -61,7 +61,7 @@ class Decision:
         refuse: Callable[..., None],
         drop: Callable[[], None],
     ) -> None:
-        """refuse: a table that was read late (`whole`: of a step), alike on all ranks. drop: the step, on all ranks."""
+        """refuse: what is wrong with a table that was read late, alike on all ranks. drop: the step, on all ranks."""
         self.mesh, self._optimizer, self._step_state, self._inputs = mesh, optimizer, step_state, inputs
         self._refuse, self._drop = refuse, drop
         self._places, self._counted = places_of(mesh, inputs.peers), norm.counted(step_state.plan.slots, mesh)
@@ -131,7 +131,7 @@ class Decision:
             rows = raw.to_host(rows)
             value, table = math.sqrt(sum(rows[:, 0].tolist())), table.late.complete(rows[:, 1:])
             with step_status.refusing(state, self._drop):
-                self._refuse(table, whole=whole)
+                self._refuse(table, status=Status.FINE if whole else Status.READS)
         elif whole and not state.reproducible:
             value = norm.global_norm(*self._squared())
         if whole and state.reproducible:

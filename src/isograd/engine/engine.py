@@ -137,8 +137,9 @@ class Engine:
         )
         self._overlap, self._keeps_local = overlap, accumulate == "local"
         self._inputs = InputChecks(model, mesh)
-        refuse = partial(self._decide, status=Status.FINE)
-        self._decision = Decision(mesh, self._sharded_optimizer, self.step_state, self._inputs, refuse, self._drop)
+        self._decision = Decision(
+            mesh, self._sharded_optimizer, self.step_state, self._inputs, self._decide, self._drop
+        )
         self._tallies = StepCounters(model, mesh)
         self._counts_ahead = self._tallies.needs_prepass()
         self._watch = validation.Watch(model, self.plan, moving=stage == 3)
@@ -372,7 +373,7 @@ class Engine:
             raise EngineError("IG511", seen="no_sync is still open", where=self.mesh.describe_rank())
         step_state = self.step_state
         with abort_group_on_interrupt():
-            table = self._gather_step_status(Status.FINE, whole=True)  # all ranks go on, or none
+            table = self._gather_step_status(Status.FINE)  # all ranks go on, or none
             unused = self._reduce(table)  # every sum is complete
             may_be_late = may_be_late and not self._tallies.members
             taken = self._decision.take(table, unused, self.clip, may_be_late=may_be_late)
@@ -434,7 +435,6 @@ class Engine:
         status: Status,
         look: str = "",
         *,
-        whole: bool = False,
         announces: Mapping[str, float] | None = None,
         wrong: EngineError | None = None,
     ) -> StepStatus:
@@ -454,22 +454,22 @@ class Engine:
             own, columns = step_state.now.loss(), term_weights.columns()
         else:
             own, columns = term_weights.message(announces)
-        can = self._decision.possible(whole and status is Status.FINE and term_weights.expected is None)
+        can = self._decision.possible(status is Status.FINE and term_weights.expected is None)
         alike = self.clip, repr(self.loss_scale), step_state.now.sums is not None
         settings, more = self._sharded_optimizer.settings(self.mesh, *alike)
         more |= {"inputs": self._inputs.columns(), "terms": columns, "device": can}
         return step_status.gather_step_status(
-            step_state, status, wrong, more, partial(self._decide, status=status, whole=whole), self._drop, own,
+            step_state, status, wrong, more, partial(self._decide, status=status), self._drop, own,
             settings, look=look, may_be_late=True,
         )  # fmt: skip
 
-    def _decide(self, table: StepStatus, status: Status, whole: bool) -> None:
+    def _decide(self, table: StepStatus, status: Status) -> None:
         """Refuse, alike on all ranks, what is wrong with a step that no rank has failed in."""
         self._inputs.check(table.more["inputs"])
         if status is not Status.BEGINS:
             term_weights = self.step_state.now.term_weights
             step_status.refuse_wrong(table, self.mesh)
-            if whole:
+            if status is Status.FINE:
                 term_weights.refuse_incomplete(table.more["terms"])
             step_status.refuse_weightless(table, term_weights, self.mesh)
 
