@@ -64,7 +64,7 @@ class Reducer:
         self._older: deque[_UnderWay] = deque()
         self._latest: deque[_UnderWay] = deque()
         # The sum of each bucket that has left: not finite if any gradient is not. Read when a step is skipped.
-        self._totals: list[Tensor] = []
+        self._bucket_sums: list[Tensor] = []
 
     @abort_group_on_interrupt()
     def launch(self, bucket: Bucket, gradients: list[Tensor], sums: ReductionSums | None = None) -> None:
@@ -79,7 +79,7 @@ class Reducer:
             return
         flat = packing.pack(gradients, self.buffers)
         gradients.clear()
-        self._totals.append(flat.sum())
+        self._bucket_sums.append(flat.sum())
         if sums is not None:
             sums.sending(bucket, packing, flat)
         reduction = reduce_rows(packing, flat, group, tree=self.tree, number=bucket.number)
@@ -142,7 +142,7 @@ class Reducer:
         """This rank, if its own gradients of this step were not finite. `reduced`: my rows; where this rank has no
         other owner beside it, they are its own gradients. The host waits."""
         alone = [rows.sum() for slot, rows in reduced.items() if slot.owners.size == 1]
-        return set() if all(map(math.isfinite, [*self._totals, *alone])) else {self._rank}
+        return set() if all(map(math.isfinite, [*self._bucket_sums, *alone])) else {self._rank}
 
     def send_missing(self, mesh: Mesh) -> None:
         """After a failure, on all ranks: launch zeros until every owner of a bucket has launched it equally often."""
@@ -158,7 +158,7 @@ class Reducer:
         assert not self.under_way(), "reductions of the step before have not ended"
         self.reduced.clear()
         self.sent.clear()
-        self._totals.clear()
+        self._bucket_sums.clear()
 
 
 def zeros_of(slot: Slot) -> Tensor:

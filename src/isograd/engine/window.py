@@ -38,7 +38,7 @@ class _Now:
     """All that there is until the next reduction, or until gradients are cleared, or dropped."""
 
     running: _Running = field(default_factory=_Running)
-    totals: dict[Slot, float] = field(default_factory=dict)  # the weight in what `.grad`, reduced, is the mean of
+    weights: dict[Slot, float] = field(default_factory=dict)  # the weight in what `.grad`, reduced, is the mean of
     weighed: bool = False  # whether there were backwards of this kind since then, those of the running window too
     plain: bool = False
     left: dict[Slot, tuple[Tensor, int]] = field(default_factory=dict)  # what we have put into `.grad`; its version
@@ -64,11 +64,11 @@ class Window:
         now, running = self.now, self.now.running
         cleared = [slot for slot in now.left if self._is_cleared(slot)]
         if len(cleared) == len(now.left):  # everything
-            now = replace(now, totals={}, weighed=False, plain=False)
+            now = replace(now, weights={}, weighed=False, plain=False)
         if now.own:
             running = self._open_own(cleared)
         else:
-            now = replace(now, totals={slot: w for slot, w in now.totals.items() if slot not in cleared})
+            now = replace(now, weights={slot: w for slot, w in now.weights.items() if slot not in cleared})
             known = {slot: slot.parameter.grad for slot in self.slots if slot not in cleared}
             before = {slot: gradient for slot, gradient in known.items() if gradient is not None}
             running = replace(running, before=running.before | before)
@@ -108,8 +108,8 @@ class Window:
 
     def columns(self) -> dict[str, Tensor]:
         """What the other ranks must know, for the gather of a reduction."""
-        weights = self.now.plain, self.now.weighed
-        known = {"losses": weights, "backwards": (self.now.running.backwards,), "steps": (self.now.steps,)}
+        kinds = self.now.plain, self.now.weighed
+        known = {"losses": kinds, "backwards": (self.now.running.backwards,), "steps": (self.now.steps,)}
         return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in known.items()}
 
     def problem(self, mesh: Mesh) -> EngineError | None:
@@ -128,7 +128,7 @@ class Window:
             return dict.fromkeys(self.slots, (backwards / weight if weight else 0.0, 1.0))
         found = {}
         for slot in self.slots:
-            before = self.now.totals.get(slot, 0.0)
+            before = self.now.weights.get(slot, 0.0)
             share = 1.0 / (before + weight) if before + weight else 0.0  # a mean over nothing is nothing
             found[slot] = share, before * share
         return found
@@ -145,8 +145,8 @@ class Window:
                 found[slot] = full[slot]
             else:
                 found[slot] = None if before is None else before.mul_(keep)
-        totals = {slot: self.now.totals.get(slot, 0.0) + weight for slot in self.slots}
-        self._leave(found, replace(self.now, running=_Running(), totals=totals, own=False))
+        weights = {slot: self.now.weights.get(slot, 0.0) + weight for slot in self.slots}
+        self._leave(found, replace(self.now, running=_Running(), weights=weights, own=False))
         self.step_state.clear()
 
     def show_own(self) -> None:
