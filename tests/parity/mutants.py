@@ -47,7 +47,6 @@ EXEMPT = {
     "engine/data_parallel.py:until_all_exhausted:raw.gather_list": "whether a rank has a batch left; moves no gradient",
     "engine/data_parallel.py:_equal_buffers:raw.broadcast_": "broken in tests/engine/test_data_parallel.py",
     "engine/norm.py:global_norm_beside:raw.gather_list": "only on cards: tests/imagined_cuda compares with one device",
-    "engine/step_status.py:gather_step_status:raw.gather_list": "only on cards, as above",
     "engine/step_status.py:optimizer_problem:raw.gather_list": "moves no gradient: tests/engine/test_transaction.py",
     "engine/naive.py:gradients:raw.gather_list": "the definition itself: tests/engine/test_step.py compares with it",
     "engine/naive.py:gradients:raw.all_reduce": "the definition itself: tests/engine/test_step.py compares with it",

@@ -118,8 +118,8 @@ def gather_step_status(
     the step is dropped on all ranks; all but those that discard raise.
 
     wrong: found on this rank alone. decide: refuses, alike on all ranks, what else is wrong with a step that no rank
-    has failed in. look: the name of the gradient that is looked up. may_be_late: the caller completes and decides a
-    table that has a part on cards.
+    has failed in. look: the name of the gradient that is looked up. may_be_late: weights and losses are perhaps
+    on cards, and the caller completes and decides the table.
     """
     problem = step_state.optimizer_inconsistent or (
         step_state.now.phase.failure if wrong is None else str(wrong).splitlines()[0]
@@ -129,7 +129,7 @@ def gather_step_status(
     elif problem is not None and status not in (Status.DISCARDS, *TOGETHER):
         status = Status.FAILED
     note = crc32(look.encode()) if look else status is Status.DISCARDS and sys.exception() is None
-    table = gather(step_state, status, loss, settings, note, more)
+    table = gather(step_state, status, loss, settings, note, more, may_be_late)
     discard = table.ranks(Status.DISCARDS)
     if discard and status is not Status.DISCARDS and any(table.note[discard].tolist()):
         step_state.left_by_others.add(step_state.now.ended + 1)
@@ -151,9 +151,6 @@ def gather_step_status(
             seen = f"names that are looked up, by rank ('': engine.grads() itself): {looks}"
             does = f"look at the gradient of {max(looks.values())!r}"
             raise EngineError("IG555", seen=seen, where=step_state.mesh.describe_rank(), does=does)
-        if table.late is not None and not may_be_late:
-            world = step_state.mesh.group("world")
-            table = table.late.complete(raw.to_host(torch.stack(raw.gather_list(table.late.mine, world))))
         if table.late is not None:  # what hosts know, before the reductions; zeros in the place of the rest are right
             refuse_wrong(table, step_state.mesh)
         elif status not in (Status.DISCARDS, *TOGETHER):
@@ -184,11 +181,12 @@ def gather(
     settings: int,
     note: float,
     more: Mapping[str, Tensor],
+    may_be_late: bool,
 ) -> StepStatus:
     """A row of every rank: one message of a few numbers and bits, from host to host, on connections of its own."""
     mesh, sums = step_state.mesh, [step_state.now.weight, loss]
     more = {"losses": step_state.now.kinds_of_losses(), **more}
-    if status in (Status.FINE, Status.READS):  # on all ranks alike, whatever they were given
+    if may_be_late and status in (Status.FINE, Status.READS):  # on all ranks alike, whatever they were given
         sums = [number_on(mesh.device, number) for number in sums]
     numbers = [step_state.now.pending(), status, step_state.now.synced_backwards, settings, note]
     numbers.append(step_state.reducer.serial)
