@@ -25,7 +25,7 @@ from torch import Tensor
 from isograd.comm import raw
 from isograd.comm.group import Group
 from isograd.core.input_checks import InputChecks
-from isograd.core.mesh import DATA, Mesh
+from isograd.core.mesh import Mesh
 from isograd.engine import norm, step_status
 from isograd.engine.evaluation import Stats
 from isograd.engine.nonfinite import find_nonfinite
@@ -153,9 +153,9 @@ def places_of(mesh: Mesh, same_inputs: str) -> list[Tensor]:
     """[ranks, 2]: 1 where a rank's squares, and its weight, are added up. Groups of ranks that have equal losses and
     weights, and equal inputs. The least and the largest that numbers of a right step are: squares, weights and counts
     of wrong inputs of all ranks, the norm, the factor of gradients."""
-    ranks, last = mesh.layout.world_size, mesh.layout.rank({**mesh.coordinates, "pp": mesh.layout.pp - 1})
+    every = torch.arange(ranks := mesh.layout.world_size)
     summed = torch.ones(ranks, 2, dtype=torch.float64)
-    summed[:, 1] = torch.isin(torch.arange(ranks), torch.tensor(mesh.layout.ranks(DATA, last)))
+    summed[:, 1] = torch.isin(every, step_status.of_data(every, mesh))
     least, largest = torch.zeros(3 * ranks + 2, dtype=torch.float64), torch.finfo(torch.float64).max
     least[:ranks], least[-1] = -largest, SCALES[0]
     most = torch.tensor([largest] * 2 * ranks + [0.0] * ranks + [largest, SCALES[1]], dtype=torch.float64)
