@@ -219,7 +219,7 @@ def _store(line: Any) -> Any:
     return line or (distributed_c10d._get_default_store() if dist.is_initialized() else (process.left or [None])[0])
 
 
-def store_set(name: str, note: str, line: Any = None) -> None:
+def store_set(name: str, note: str = "1", line: Any = None) -> None:
     """Let every rank see this name. line: of a thread, from `clone_store`."""
     if (store := _store(line)) is not None:
         store.set(f"isograd/{name}", note)

@@ -305,7 +305,8 @@ def refuse_wrong(table: StepStatus, mesh: Mesh) -> None:
     peers = _first(groups, (losses - losses[:, :1]).abs() > SAME_LOSS * losses.abs().amax(1, keepdim=True))
     if peers:
         raise EngineError("IG547", where=mesh.describe_rank(), losses=table.loss[peers].tolist(), peers=peers)
-    without, given = (column.nonzero().flatten().tolist() for column in table.more["losses"].T)
+    kinds = table.more["losses"].tolist()
+    without, given = ([rank for rank, found in enumerate(kinds) if found[kind]] for kind in range(2))
     if without and given:
         seen = f"losses without a weight on ranks {without}; with one on ranks {given}"
         raise EngineError("IG535", seen=seen, where=mesh.describe_rank())
