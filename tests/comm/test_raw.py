@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from isograd.comm import raw
+from isograd.comm import raw, threads
 from isograd.comm.group import even_sizes
-from isograd.comm.world import new_group
+from isograd.comm.transport import Transport
+from isograd.comm.world import new_group, world
 from isograd.core.mesh import Mesh
 from tests.native import native_transports
 
@@ -42,6 +44,37 @@ def test_reductions_give_every_member_the_same_bits_and_the_true_sum(worlds, mem
     assert ((scattered - inputs.double().sum(0)).abs() <= noise).all()
     assert torch.equal(top, inputs.amax(0))
     assert torch.equal(gathered, inputs)
+
+
+def gathered_in_rounds(shape: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """Gathered; what it gathered; how many messages this rank has sent for it."""
+    mesh = Mesh(f"dp{world()[1]}")
+    group = mesh.group("world", "step")
+    assert isinstance(group.transport, Transport)
+    before = sum(count for (sends, *_), count in group.transport.counts.items() if sends)
+    found = raw.gather_list(torch.full(shape, mesh.rank), group)
+    sent = sum(count for (sends, *_), count in group.transport.counts.items() if sends) - before
+    return found, [torch.full(shape, rank) for rank in range(group.size)], sent
+
+
+@pytest.mark.parametrize("ranks", [8, 9, 16, 21, 33])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
+def test_a_gather_of_many_members_is_a_message_each_for_twice_as_many(ranks, shape) -> None:
+    for found, expected, sent in threads.run(gathered_in_rounds, ranks, shape, timeout=60):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert sent == (ranks - 1 if ranks <= raw.MANY else math.ceil(math.log2(ranks)))
+
+
+def one_of_many_raises() -> None:
+    mesh = Mesh("dp12")
+    if mesh.rank == 7:
+        raise ValueError("on rank 7")
+    raw.gather_list(torch.ones(3), mesh.group("world", "step"))
+
+
+def test_many_members_are_told_of_one_that_has_left() -> None:
+    with pytest.raises(ValueError, match="on rank 7"):
+        threads.run(one_of_many_raises, 12, timeout=20)
 
 
 def sum_over_overlapping_groups() -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import signal
@@ -266,6 +267,33 @@ def test_functions_of_a_notebook_which_no_file_holds_can_be_launched() -> None:
         [sys.executable, "-"], check=False, input=textwrap.dedent(NOTEBOOK), text=True, capture_output=True, timeout=60
     )
     assert done.stdout.strip() == "[0, 1, 4]", done.stderr
+
+
+CONNECTED = """
+    import isograd, psutil, torch
+    def step():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        engine = isograd.Engine(model, isograd.Mesh("dp10"), lambda ps: torch.optim.SGD(ps, lr=0.1))
+        engine.backward(model(torch.ones(2, 4)).square().mean(), weight=2)
+        connections = psutil.Process().net_connections()
+        return engine.step().loss, sum(each.status == "ESTABLISHED" for each in connections)
+    print(isograd.launch(step, 10))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_are_connected_at_their_first_message_have_fewer_connections() -> None:
+    steps = []
+    for lazy in ("0", "1"):
+        program, environment = textwrap.dedent(CONNECTED), os.environ | {"TORCH_GLOO_LAZY_INIT": lazy}
+        done = subprocess.run(
+            [sys.executable, "-"], check=False, input=program, text=True, capture_output=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        steps.append(ast.literal_eval(done.stdout))
+    for (loss, connections), (lazily, fewer) in zip(*steps, strict=True):
+        assert loss == lazily and fewer < connections
 
 
 def begins_anew_alone(folder: str, first: int) -> str:

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from isograd.comm import raw
 from isograd.core.layout import Layout
 from tests.sizes import sized
 
@@ -37,3 +38,9 @@ def test_stage_3_trains_as_one_device_does_with_the_bits_of_stage_1(
     assert not case.wrong(results)
     lower = world.run(cases.Case(f"{layout} zero1", model, accumulation).run)
     assert [r.settled for r in results] == [r.settled for r in lower]
+
+
+@pytest.mark.medium
+def test_ranks_whose_status_is_gathered_in_rounds_train_as_one_device_does(threads) -> None:
+    case = cases.Case("dp6 tp2 sp zero3", "llama", 1)
+    assert Layout.parse(case.layout).world_size > raw.MANY and not case.wrong(threads(12).run(case.run))

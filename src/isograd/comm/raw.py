@@ -26,6 +26,7 @@ from isograd.errors import CommError
 LAYER_S = 5.0  # after which a rank that gives up a step closes its connections, where layers wait for it
 LATE_S = 1.0  # seconds after which a rank that waits for a card asks whether others are still there
 SPIN_S = 5e-4  # for which the host asks a card without a pause
+MANY = 8  # members, of more of which a gather takes rounds: each of thousands would have a message for each other one
 SMALL_BYTES = 1 << 16  # below this an all-reduce is one exchange of whole tensors: one latency instead of two
 
 
@@ -117,7 +118,21 @@ def gather_list(
     if known is not None:  # no message for each rank of a large simulated world
         record.noted(group, [[x]] * group.size, [[x]] * group.size, 0, control)()
         return known
-    return _gather_exchanged(x, group, control, limit)
+    return (_gather_in_rounds if group.size > MANY else _gather_exchanged)(x, group, control, limit)
+
+
+def _gather_in_rounds(x: torch.Tensor, group: Group, control: bool, limit: float | None) -> list[torch.Tensor]:
+    """Each member has its own, then of two, then of four: a message to, and from, one other member in each round."""
+    found, size = x.contiguous()[None], group.size  # of me, and of members behind me
+    with abort_group_on_interrupt():
+        while (have := len(found)) < size:
+            more = torch.empty_like(found[: size - have])
+            arrives = receive_start([more], group, (group.index + have) % size, control=control)
+            sent = send_start([found[: len(more)]], group, (group.index - have) % size, control=control)
+            wait_at_most(arrives, limit)
+            sent.wait()
+            found = torch.cat((found, more))
+    return list(found.roll(group.index, 0))
 
 
 def _gather_exchanged(x: torch.Tensor, group: Group, control: bool, limit: float | None = None) -> list[torch.Tensor]:
