@@ -74,7 +74,7 @@ def test_a_record_names_the_call_its_site_its_phase_and_whether_ranks_decide_by_
     found = {(e.operation, e.site, e.phase, e.control) for e in record.entries}
     assert ("all_gather", "nn/stream.py:gather_tokens (all_gather)", "", False) in found
     assert ("reduce_scatter", "engine/step.py:run_backward (all_gather)", "backward", False) in found
-    assert ("gather_list", "engine/norm.py:global_norm", "", True) in found
+    assert ("gather", "engine/norm.py:global_norm", "", True) in found
     assert [kind for kind, place in record.events if place == 0] == ["starts", "waits"]
 
 

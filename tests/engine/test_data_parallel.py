@@ -510,7 +510,7 @@ def broken() -> list[str]:
     """The ways to break what ranks tell each other that none of the above would notice."""
     survivors = []
     for site in mutants.sites():
-        if str(site) == "engine/step_status.py:gather:raw.gather_list":
+        if str(site) == "engine/step_status.py:gather:raw.gather":
             ways, trial = ["removed", "doubled", "averaged", "one member only"], partial(weighed_in_every_order, 6)
         elif str(site) == "engine/data_parallel.py:_equal_buffers:raw.broadcast_":
             ways, trial = ["removed"], partial(buffers_follow_the_first_rank)

@@ -29,7 +29,7 @@ from isograd.core.contract import Contract
 from isograd.core.mesh import Mesh
 
 from . import cut_sequences, piped, sparse_mutants
-from .regrouped import MESH, Landed, regrouped
+from .regrouped import GATHERS, MESH, Landed, gathered, regrouped
 
 SOURCE = Path(isograd.__file__).parent
 SEARCHED = ("engine", "nn", "sequence", "pipeline", "core/contract.py", "core/step_counters.py", "comm/ops.py")
@@ -46,8 +46,8 @@ EXEMPT = {
     "engine/step_status.py:used_anywhere:raw.all_reduce": "a tie that some stages do not use: tests/pipeline",
     "engine/data_parallel.py:until_all_exhausted:raw.gather_list": "whether a rank has a batch left; moves no gradient",
     "engine/data_parallel.py:_equal_buffers:raw.broadcast_": "broken in tests/engine/test_data_parallel.py",
-    "engine/norm.py:global_norm_beside:raw.gather_list": "only on cards: tests/imagined_cuda compares with one device",
-    "engine/step_status.py:optimizer_problem:raw.gather_list": "moves no gradient: tests/engine/test_transaction.py",
+    "engine/norm.py:global_norm_beside:raw.gather": "only on cards: tests/imagined_cuda compares with one device",
+    "engine/step_status.py:optimizer_problem:raw.gather": "moves no gradient: tests/engine/test_transaction.py",
     "engine/naive.py:gradients:raw.gather_list": "the definition itself: tests/engine/test_step.py compares with it",
     "engine/naive.py:gradients:raw.all_reduce": "the definition itself: tests/engine/test_step.py compares with it",
     "engine/gradients.py:__getitem__:raw.broadcast_": "gathers what tests look at; a wrong one fails every pp case",
@@ -135,8 +135,8 @@ def _times(value: Tensors, factor: float) -> Tensors:
 
 def _alone(kind: str, x: torch.Tensor, group: Group, *rest: Any) -> Tensors:
     """What a member that does not communicate would get."""
-    if kind == "gather_list":
-        return [x] * group.size
+    if kind in GATHERS:
+        return gathered(kind, [x] * group.size)
     if kind == "all_gather":
         return torch.cat([x.repeat(2, *[1] * (x.dim() - 1))[:size] for size in rest[0]])
     if kind == "reduce_scatter":
@@ -205,8 +205,8 @@ def ways(site: Site) -> dict[str, Callable[[Broken], Broken]]:
         "averaged": lambda f: lambda *a, **k: _times(f(*a, **k), 1.0 / _group_of(a).size),
         "regrouped": regrouped(kind),
     }
-    if kind == "gather_list":
-        found["one member only"] = lambda f: lambda *a, **k: [f(*a, **k)[0]] * _group_of(a).size
+    if kind in GATHERS:
+        found["one member only"] = lambda f: lambda *a, **k: gathered(kind, [f(*a, **k)[0]] * _group_of(a).size)
     if kind in ("all_gather", "reduce_scatter"):
         found["reordered"] = lambda f: lambda *a, **k: f(*a, **k).roll(1, 0)
     if site.file == "nn/balance.py":

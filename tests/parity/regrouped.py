@@ -29,10 +29,20 @@ def _other_group(group: Group) -> Group:
     return MESH[0].group(OTHER.get(group.axes, "tp"))
 
 
+GATHERS = ("gather", "gather_list")
+
+
+def gathered(kind: str, found: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    """As such a call returns it."""
+    return torch.stack(found) if kind == "gather" else found
+
+
 def regrouped(kind: str) -> Callable[[Broken], Broken]:
     """The same call over the wrong group."""
-    if kind == "gather_list":
-        return lambda f: lambda x, group, **more: _repeated(f(x, _other_group(group), **more), group.size)
+    if kind in GATHERS:
+        return lambda f: (
+            lambda x, group, **more: gathered(kind, _repeated([*f(x, _other_group(group), **more)], group.size))
+        )
     if kind == "all_reduce":
         return lambda f: lambda x, group: sum(_of_others(x, group))
     if kind == "reduce_rows":

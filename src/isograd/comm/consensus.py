@@ -33,9 +33,9 @@ def all_gather_object(value: Any, ranks: Ranks, axes: str = "world") -> list[Any
     if group.size == 1:
         return [value]
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    longest = int(torch.stack(raw.gather_list(torch.tensor(len(text)), group)).max())
+    longest = int(raw.gather(torch.tensor(len(text)), group).max())
     padded = torch.cat((text, text.new_full((longest - len(text),), ord(" "))))
-    return [json.loads(bytes(other)) for other in torch.stack(raw.gather_list(padded, group)).numpy()]
+    return [json.loads(bytes(other)) for other in raw.gather(padded, group).numpy()]
 
 
 def spell(error: IsogradError) -> list[str | None]:

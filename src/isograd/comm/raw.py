@@ -98,30 +98,35 @@ def add_up(pieces: Sequence[torch.Tensor], mine: int) -> torch.Tensor:
 
 def all_max(x: torch.Tensor, group: Group) -> torch.Tensor:
     """A new tensor: the elementwise maximum over the group, of a few numbers."""
-    return torch.stack(gather_list(x, group)).amax(0)
+    return gather(x, group).amax(0)
 
 
-def gather_list(
-    x: torch.Tensor, group: Group, *, control: bool = True, limit: float | None = None
-) -> list[torch.Tensor]:
-    """Every member's tensor (all of one shape), in rank order. `control`: as in exchange. `limit`: seconds after
-    which this rank closes its connections and raises, of what lies in host memory."""
+def gather_list(x: torch.Tensor, group: Group, *, control: bool = True) -> list[torch.Tensor]:
+    """Every member's tensor, as `gather` gathers them."""
+    return list(gather(x, group, control=control))
+
+
+def gather(x: torch.Tensor, group: Group, *, control: bool = True, limit: float | None = None) -> torch.Tensor:
+    """[members, ...]: every member's tensor (all of one shape), in rank order. `control`: as in exchange. `limit`:
+    seconds after which this rank closes its connections and raises, of what lies in host memory."""
     if group.size == 1:
-        return [x]
+        return x[None]
     transport = _transport(group)
     if isinstance(transport, Nccl):
         flat, handle = x.new_empty(group.size * x.numel()), Handle(group)
         transport.all_gather(handle, flat, x.contiguous().view(-1))
         handle.wait()
-        return list(flat.view(group.size, *x.shape))
+        return flat.view(group.size, *x.shape)
     known = transport.gather_control(x) if control else None
     if known is not None:  # no message for each rank of a large simulated world
         record.noted(group, [[x]] * group.size, [[x]] * group.size, 0, control)()
-        return known
-    return (_gather_in_rounds if group.size > MANY else _gather_exchanged)(x, group, control, limit)
+        return torch.stack(known)
+    if group.size > MANY:
+        return _gather_in_rounds(x, group, control, limit)
+    return torch.stack(_gather_exchanged(x, group, control, limit))
 
 
-def _gather_in_rounds(x: torch.Tensor, group: Group, control: bool, limit: float | None) -> list[torch.Tensor]:
+def _gather_in_rounds(x: torch.Tensor, group: Group, control: bool, limit: float | None) -> torch.Tensor:
     """Each member has its own, then of two, then of four: a message to, and from, one other member in each round."""
     found, size = x.contiguous()[None], group.size  # of me, and of members behind me
     with abort_group_on_interrupt():
@@ -129,21 +134,24 @@ def _gather_in_rounds(x: torch.Tensor, group: Group, control: bool, limit: float
             more = torch.empty_like(found[: size - have])
             arrives = receive_start([more], group, (group.index + have) % size, control=control)
             sent = send_start([found[: len(more)]], group, (group.index - have) % size, control=control)
-            wait_at_most(arrives, limit)
+            _wait_at_most(limit, arrives)
             sent.wait()
             found = torch.cat((found, more))
-    return list(found.roll(group.index, 0))
+    return found.roll(group.index, 0)
 
 
 def _gather_exchanged(x: torch.Tensor, group: Group, control: bool, limit: float | None = None) -> list[torch.Tensor]:
     x = x.contiguous()
     pieces = [x if i == group.index else torch.empty_like(x) for i in range(group.size)]
-    handle = exchange([[x]] * group.size, [[p] for p in pieces], group, control=control)
+    _wait_at_most(limit, exchange([[x]] * group.size, [[p] for p in pieces], group, control=control))
+    return pieces
+
+
+def _wait_at_most(limit: float | None, handle: Handle) -> None:
     if limit is not None and not handle.arrived_within(limit):
         leave(f"it gave up a step, and other ranks did not come to its end within {limit:g} s: they wait in a layer")
         raise CommError("IG214", seen=f"no answer within {limit:g} s")
     handle.wait()
-    return pieces
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -227,9 +228,10 @@ class Layout:
             rank = rank * int(getattr(self, axis)) + spot[axis]
         return rank
 
-    def groups(self, axes: str) -> tuple[tuple[int, ...], ...]:
-        """The groups along `axes` (see `ranks`) that the ranks of the world form, in the order of their first ranks."""
-        return _groups(self, axes)
+    def groups(self, axes: str, ranks: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
+        """The groups along `axes` (see `ranks`) through these ranks, or all of the world, in the order of their first
+        ranks."""
+        return _groups(self, axes, tuple(ranks) or range(self.world_size))
 
     def ranks(self, axes: str, rank: int) -> tuple[int, ...]:
         """The global ranks, in order, of the group through `rank` along `axes`.
@@ -362,11 +364,11 @@ def _unknown_axes(axes: str) -> LayoutError:
 
 
 @cache
-def _groups(layout: Layout, axes: str) -> tuple[tuple[int, ...], ...]:
+def _groups(layout: Layout, axes: str, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Each group is made once: at 16,384 ranks, steps cannot afford one for each rank."""
     found: list[tuple[int, ...]] = []
     seen: set[int] = set()
-    for rank in range(layout.world_size):
+    for rank in ranks:
         if rank not in seen:
             found.append(layout.ranks(axes, rank))
             seen.update(found[-1])

@@ -73,18 +73,20 @@ class Mesh:
         self.coordinates = layout.coordinates(rank)
         self.device = comm_world.device() if bound else torch.device("cpu")
         self._groups: dict[tuple[str, tuple[int, ...], str], Group] = {}
-        self._ranks: dict[str, tuple[int, ...]] = {}  # what axes mean is read once
+        self._ranks: dict[tuple[str, int], tuple[int, ...]] = {}  # what axes mean is read once
         self._all_groups: dict[str, torch.Tensor] = {}
 
     def size(self, axes: str) -> int:
         """The number of ranks in this rank's group along `axes`."""
         return len(self.ranks(axes))
 
-    def ranks(self, axes: str) -> tuple[int, ...]:
-        """The global ranks, in order, of this rank's group along `axes` ('tp', 'dp cp', 'tp/2', ...: Layout.ranks)."""
-        found = self._ranks.get(axes)
+    def ranks(self, axes: str, rank: int | None = None) -> tuple[int, ...]:
+        """The global ranks, in order, of the group of this rank (or another) along `axes` ('tp', 'dp cp', 'tp/2', ...:
+        Layout.ranks)."""
+        key = axes, self.rank if rank is None else rank
+        found = self._ranks.get(key)
         if found is None:
-            found = self._ranks[axes] = self.layout.ranks(axes, self.rank)
+            found = self._ranks[key] = self.layout.ranks(*key)
         return found
 
     def index(self, axes: str) -> int:

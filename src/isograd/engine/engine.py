@@ -325,7 +325,7 @@ class Engine:
                 mine = torch.cat((evaluation.columns(found, device), self._inputs.columns().to(device)))
                 with abort_group_on_interrupt():
                     self._gather_step_status(Status.EVALUATES)
-                    table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
+                    table = raw.gather(mine, self.mesh.group("world")).cpu()
                 self._inputs.check(table[:, evaluation.COLUMNS :])
         except BaseException as error:
             self._tell_others(error)

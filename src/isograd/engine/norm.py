@@ -28,12 +28,12 @@ def counted(slots: Sequence[Slot], mesh: Mesh) -> list[Slot]:
 
 def global_norm(rows: list[Tensor], world: Group, device: torch.device) -> float:
     """2-norm of the rows of all ranks; inf or nan if any element is."""
-    return math.sqrt(sum(torch.stack(raw.gather_list(_squares(rows, device), world)).tolist()))
+    return math.sqrt(sum(raw.gather(_squares(rows, device), world).tolist()))
 
 
 def global_norm_beside(rows: list[Tensor], world: Group, device: torch.device, late: Tensor) -> Tensor:
     """On the card, a row per rank: the sum of its squares, and its `late` numbers. One message."""
-    return torch.stack(raw.gather_list(torch.cat((_squares(rows, device)[None], late)), world))
+    return raw.gather(torch.cat((_squares(rows, device)[None], late)), world)
 
 
 def _squares(rows: list[Tensor], device: torch.device) -> Tensor:
@@ -50,7 +50,7 @@ def reproducible_norm(rows: list[Tensor], world: Group, device: torch.device) ->
     """
     zero = torch.zeros((), dtype=torch.float64, device=device)
     largest = torch.stack([row.abs().max().double() for row in rows]).max() if rows else zero  # NaN if any is
-    tops = torch.stack(raw.gather_list(largest, world)).tolist()
+    tops = raw.gather(largest, world).tolist()
     if any(math.isnan(t) or math.isinf(t) for t in tops):
         return math.inf if not any(math.isnan(t) for t in tops) else math.nan
     top = max(tops)
@@ -63,5 +63,5 @@ def reproducible_norm(rows: list[Tensor], world: Group, device: torch.device) ->
         for part in row.reshape(-1).split(1 << 16):  # 2**16 squares of at most 2**46 stay inside an int64
             squares = (part.double() * scale).square().round().long().sum()
             halves += torch.stack((squares >> 32, squares & 0xFFFFFFFF))
-    gathered = torch.stack(raw.gather_list(halves, world)).tolist()
+    gathered = raw.gather(halves, world).tolist()
     return math.sqrt(sum((high << 32) + low for high, low in gathered)) / scale

@@ -83,7 +83,7 @@ class StepStatus:
 
     def ranks(self, status: Status) -> list[int]:
         """Those with this status."""
-        return [rank for rank, said in enumerate(self.status.tolist()) if said == status]
+        return list(map(int, np.flatnonzero(self.status.numpy() == status)))
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def gather(
     mine = torch.cat([torch.zeros(part.shape, dtype=part.dtype) if part.is_cuda else part for part in says])
     gives_up = status in (Status.FAILED, Status.DISCARDS)  # cards of others may wait for it in a layer, for ever
     limit = raw.LAYER_S if gives_up and mesh.on_cards and mesh.layers_wait else None
-    rows = torch.stack(raw.gather_list(mine, step_state.status_group, limit=limit))
+    rows = raw.gather(mine, step_state.status_group, limit=limit)
 
     def table(late: Late | None) -> StepStatus:
         weights, losses, numbers, used, *columns = rows.split(sizes, dim=1)
@@ -271,7 +271,7 @@ def optimizer_problem(step_state: StepState, raised: BaseException | None) -> Ba
     if raised is not None:
         step_state.mark_inconsistent(headline(raised))
     said = torch.tensor([float(raised is not None)], dtype=torch.float64)
-    found = torch.cat(raw.gather_list(said, step_state.status_group)).nonzero().flatten().tolist()
+    found = raw.gather(said, step_state.status_group)[:, 0].nonzero().flatten().tolist()
     if not found:
         return None
     reasons = all_gather_object(step_state.optimizer_inconsistent, step_state.mesh)
@@ -305,8 +305,7 @@ def refuse_wrong(table: StepStatus, mesh: Mesh) -> None:
     peers = _first(groups, (losses - losses[:, :1]).abs() > SAME_LOSS * losses.abs().amax(1, keepdim=True))
     if peers:
         raise EngineError("IG547", where=mesh.describe_rank(), losses=table.loss[peers].tolist(), peers=peers)
-    kinds = table.more["losses"].tolist()
-    without, given = ([rank for rank, found in enumerate(kinds) if found[kind]] for kind in range(2))
+    without, given = (np.flatnonzero(kind).tolist() for kind in table.more["losses"].numpy().T)
     if without and given:
         seen = f"losses without a weight on ranks {without}; with one on ranks {given}"
         raise EngineError("IG535", seen=seen, where=mesh.describe_rank())
@@ -349,13 +348,13 @@ def totals(table: StepStatus, term_weights: TermWeights, mesh: Mesh, loss_scale:
     else:
         weight, losses = term_weights.weight, table.loss[with_own_things(mesh)]
         terms = term_weights.means(table.more["terms"][with_own_things(mesh)])
-    return StepTotals(float(tree_sum(list(losses))) / weight, weight, loss_scale, norm, table.loss, terms)
+    return StepTotals(float(tree_sum(losses)) / weight, weight, loss_scale, norm, table.loss, terms)
 
 
 def of_data(table: Tensor, mesh: Mesh) -> Tensor:
     """Of a row per rank, those of the data ranks whose losses are mine to know: on the last stage."""
     last = mesh.layout.rank({**mesh.coordinates, "pp": mesh.layout.pp - 1})
-    return table[list(mesh.layout.ranks(DATA, last))]
+    return table[list(mesh.ranks(DATA, last))]
 
 
 def with_own_things(mesh: Mesh) -> list[int]:
@@ -366,7 +365,7 @@ def with_own_things(mesh: Mesh) -> list[int]:
 def used_anywhere(table: StepStatus, plan: Plan, mesh: Mesh) -> Tensor:
     """Bool per parameter of this rank: whether any part of it was used by a rank of its stage, or by a stage that it is
     tied to. (An expert that got no token is stepped as one device steps it, which has all experts in one tensor.)"""
-    mine = table.used[list(mesh.layout.ranks(STAGE, mesh.rank)), : len(plan.slots)].any(0)
+    mine = table.used[list(mesh.ranks(STAGE)), : len(plan.slots)].any(0)
     for axes in sorted({axes for slot in plan.slots for axes in slot.contract.ties}):
         tied = sorted((s.name, i) for i, s in enumerate(plan.slots) if axes in s.contract.ties)
         places = [i for _, i in tied]

@@ -208,7 +208,7 @@ def check_plan(plan: Plan, table: ContractTable, model: nn.Module, mesh: Mesh) -
     whose = {DATA: "the trainable parameters", STAGE: "what is trained", "world": "the config or split of the model"}
     every = all_gather_object(said, mesh)
     for axes in sorted({axes for one in every for axes in one}):
-        for group in dict.fromkeys(mesh.layout.ranks(axes, rank) for rank, one in enumerate(every) if axes in one):
+        for group in mesh.layout.groups(axes, [rank for rank, one in enumerate(every) if axes in one]):
             different = [rank for rank in group if every[rank].get(axes) != every[group[0]].get(axes)]
             if different:
                 differing = whose.get(axes, f"the parameters that owe {axes!r}")

@@ -359,7 +359,7 @@ class _Run:
         """The exchange of a step: whether any rank is to end, or has a save that failed. Late ranks are named."""
         own = [float(ends), float(self.keeper.failed), self.waiting.take()]
         mine = torch.tensor(own, dtype=torch.float64, device=self.mesh.device)
-        rows = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).tolist()
+        rows = raw.gather(mine, self.mesh.group("world")).tolist()
         before, self.met = self.met, time.perf_counter()
         if len(rows) > 1 and step > self.start:
             for text in self.stragglers.after(self.met - before, [waited for _, _, waited in rows]):

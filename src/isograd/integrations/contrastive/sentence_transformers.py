@@ -211,7 +211,7 @@ class CachedInfoNCE(nn.Module):
     def _replay(self, towers: list[list[ChunkReplay]], vectors: list[list[Tensor]], seed: Tensor) -> None:
         """Encode every chunk again and go backward. The vectors' gradients already contain each rank's own weight."""
         factor = seed.double() if self.engine is None else seed.double() / max(1, _rows(vectors))
-        factors = torch.stack(raw.gather_list(factor, self._group()))
+        factors = raw.gather(factor, self._group())
         if not torch.allclose(factors, factors[:1], rtol=1e-6, atol=0.0):
             raise option(
                 "gather_across_devices",

@@ -24,7 +24,7 @@ def count_pairs(towers: list[Tensor], group: Group) -> NegativesScope:
     Vectors of different lengths on two ranks are refused, too: their gather would never end.
     """
     mine = [*(len(t) for t in towers), towers[0].shape[-1]]
-    table = torch.stack(raw.gather_list(torch.tensor(mine, device=towers[0].device), group)).tolist()
+    table = raw.gather(torch.tensor(mine, device=towers[0].device), group).tolist()
     here = f"rank {group.ranks[group.index]}"
     for rank, (*rows, width) in zip(group.ranks, table, strict=True):
         if len(rows) < 2 or len({*rows}) > 1:

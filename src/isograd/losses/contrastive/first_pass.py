@@ -23,7 +23,7 @@ def join_first_pass(error: Exception | None, mesh: Mesh) -> None:
         return
     said = b"" if error is None else headline(error).encode()[:WORDS]
     mine = torch.frombuffer(bytearray(said.ljust(WORDS, b"\0")), dtype=torch.uint8).to(mesh.device)
-    table = torch.stack(raw.gather_list(mine, group)).cpu()
+    table = raw.gather(mine, group).cpu()
     if error is not None or not table.any():
         return
     failed = {rank: bytes(words.numpy()).rstrip(b"\0") for rank, words in zip(group.ranks, table, strict=True)}

@@ -185,7 +185,7 @@ class GradientCache:
         mesh = self.engine.mesh
         group = mesh.group(DATA)
         mine = torch.tensor(own, device=mesh.device)
-        table = torch.stack(raw.gather_list(mine, group)).tolist()
+        table = raw.gather(mine, group).tolist()
         for rank, counts in zip(group.ranks, table, strict=True):
             if min(counts) < 0:
                 seen = f"tower {counts.index(-1)} of rank {rank}"
@@ -244,7 +244,7 @@ class GradientCache:
         # Fitting chunks are the first ones. The very last chunk, kept on every rank, is at most one more.
         fitting = [next((n for n, x in enumerate(tower.kept) if x is None), tower.chunks) for tower in work]
         mine, found = torch.tensor(fitting, device=self.engine.mesh.device), []
-        for tower, most in zip(work, torch.stack(raw.gather_list(mine, group)).amin(0).tolist(), strict=True):
+        for tower, most in zip(work, raw.gather(mine, group).amin(0).tolist(), strict=True):
             very_last = tower.chunks - 1 if tower is work[-1] else None
             kept = [x if n < most or n == very_last else None for n, x in enumerate(tower.kept)]
             found.append(replace(tower, kept=kept))

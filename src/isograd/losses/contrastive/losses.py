@@ -45,7 +45,7 @@ class NegativesScope:
 def negatives_scope(towers: Sequence[Tensor], mesh: Mesh) -> NegativesScope:
     """Gather the number of rows of each data rank. Under cp, too, each row belongs to one rank of the loss."""
     mine = torch.tensor([len(t) for t in towers], device=mesh.device)
-    table = torch.stack(raw.gather_list(mine, mesh.group(DATA)))
+    table = raw.gather(mine, mesh.group(DATA))
     return NegativesScope(mesh.group(DATA), tuple(tuple(column) for column in table.T.tolist()))
 
 
