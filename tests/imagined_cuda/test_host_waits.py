@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from isograd.comm.device import device as device_of
+from isograd.core.mesh import Mesh
+from isograd.engine.data_parallel import DataParallel
 from tests.nn.test_grouped_products import ENDS, Compared, compared, error
 from tests.parity import cases
 
@@ -65,6 +68,25 @@ def test_the_host_waits_once_a_step_and_never_where_a_step_is_read_in_the_next_o
         assert not in_passes
         assert list(in_step.values()) == [1], in_step
         assert late == [{}, {}]
+
+
+def without_an_engine() -> tuple[dict[str, int], float]:
+    """As `waits`, in a backward of ig.DataParallel; and a gradient, of a row of ones here and two of twos there."""
+    rows = Mesh("dp2").rank + 1
+    model = DataParallel(torch.nn.Linear(8, 1).to(device_of()))
+    for _ in range(STEPS):
+        model.zero_grad()
+        batch, before = torch.full((rows, 8), float(rows), device=device_of()), seen()
+        model.weigh(model(batch).mean(), rows).backward()
+        after = seen()
+    found = {place: count - before.get(place, 0) for place, count in after.items() if count > before.get(place, 0)}
+    return found, float(model.module.weight.grad[0, 0])
+
+
+def test_the_host_does_not_wait_in_a_backward_of_data_parallel() -> None:
+    for found, gradient in values(2, "default", without_an_engine):
+        assert not found
+        assert gradient == pytest.approx((1 * 1 + 2 * 2) / 3)
 
 
 @pytest.mark.parametrize(
