@@ -36,6 +36,7 @@ def collectives() -> list[Any]:
     x = torch.arange(7.0) + 100 * me
     gathered = raw.all_gather(x[: me + 1], group, (1, 2, 3))
     top = raw.all_max(x, group)
+    raw.broadcast_(x[:0], group, 1)  # no message: the next one is the first
     raw.broadcast_(shared := x.clone(), group, 1)
     raw.all_reduce(torch.zeros(1), group)
     return [raw.all_reduce(x, group), raw.reduce_scatter(x, group, (3, 0, 4)), gathered, top, shared]

@@ -61,12 +61,12 @@ class Chain(nn.Module):
         self.first = nn.Linear(13, WIDTH)
         self.blocks = nn.ModuleList(Block(inner) for inner in (40, 33, 17))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 5)
-        self.shift = nn.Parameter(torch.full((1,), 0.1))
+        self.shift, self.empty = nn.Parameter(torch.full((1,), 0.1)), nn.Parameter(torch.empty(0, WIDTH))
         self.reentrant: bool | None = None
         self.double()
 
     def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2)) -> dict[str, Tensor]:
-        x = self.first(x) + self.shift
+        x = self.first(x) + self.shift + self.empty.sum(0)
         for number in order:
             if self.reentrant is None:
                 x = self.blocks[number](x).stream

@@ -259,8 +259,8 @@ def all_to_all(
 
 
 def broadcast_(x: torch.Tensor, group: Group, source: int = 0) -> None:
-    """Overwrite x with the x of member `source`."""
-    if group.size > 1:
+    """Overwrite x with the x of member `source`. As in every exchange, an empty tensor is no message."""
+    if group.size > 1 and x.numel():
         with abort_group_on_interrupt():
             _transport(group).broadcast(x, source)
         sends, others = group.index == source, [i for i in range(group.size) if i != source]

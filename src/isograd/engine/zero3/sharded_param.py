@@ -41,7 +41,7 @@ class ShardedParam:
     unwritten: bytes = b""  # what stands in `absent`, in host memory
 
     def __post_init__(self) -> None:
-        if self.absent.is_cpu:
+        if self.absent.is_cpu and self.absent.numel():
             self.unwritten = string_at(self.absent.data_ptr(), self.absent.itemsize)
 
     @property
@@ -56,8 +56,8 @@ class ShardedParam:
 
     def expect(self) -> None:
         """Rows of others are on their way."""
-        at = self.absent.data_ptr()
-        written = self.absent.is_cpu and string_at(at, self.absent.itemsize) != self.unwritten
+        at = self.absent.data_ptr()  # 0 where it has no elements
+        written = at and self.absent.is_cpu and string_at(at, self.absent.itemsize) != self.unwritten
         if self.slot.parameter.data_ptr() != at or written:  # values that would be lost
             raise EngineError("IG517", names=[self.slot.name])
         self.now = replace(self.now, is_filling=True)
