@@ -47,6 +47,11 @@ def vector_loss() -> None:
     engine.backward(loss_of(model).repeat(2), 3)
 
 
+def complex_loss() -> None:
+    _, model, engine = fresh()
+    engine.backward(loss_of(model) * (1 + 1j), 3)
+
+
 def negative_weight() -> None:
     _, model, engine = fresh()
     engine.backward(loss_of(model), -1)
@@ -313,6 +318,7 @@ REFUSED: dict[Callable[[], None], tuple[str, str]] = {
     no_weight_anywhere: ("IG512", "[0.0, 0.0]"),
     detached_loss: ("IG513", "detached"),
     vector_loss: ("IG514", "(2,)"),
+    complex_loss: ("IG514", "shape (), torch.complex128"),
     negative_weight: ("IG515", "-1"),
     weight_beyond_floats: ("IG515", "1000"),
     different_batches_in_a_tp_group: ("IG516", "mesh.index('dp')"),

@@ -262,8 +262,8 @@ def _refuse_unequal(replicated: list[ContractRow], axes: str, mesh: Mesh) -> Non
 def check_mean(name: str, value: Any, weight: Any, mesh: Mesh, *, trains: bool = True) -> None:
     """Refuse a loss, or a term of one, that backward cannot start from, and a weight that is not one number. `trains`:
     its gradient is asked for."""
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+        seen = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         raise EngineError("IG514", seen=seen, where=mesh.describe_rank(), name=name)
     if not is_weight(weight):
         raise bad_weight(name, weight, mesh)

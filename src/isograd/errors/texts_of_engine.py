@@ -83,7 +83,7 @@ IG513: {name} does not need a gradient
   seen:     requires_grad is False: detached, computed under no_grad, or independent of every parameter
   expected: a value computed by the model with gradients enabled
   fix:      a term of which a rank has nothing has a weight of 0; one that is only shown has a coefficient of 0
-IG514: the value of {name} is not one number
+IG514: the value of {name} is not one real number
   expected: a scalar tensor: the mean over this rank's tokens (rows, ...), with their number as its weight
 IG515: the weight of {name} is negative, NaN, infinite, or not one number
   expected: the number of tokens (sequences, rows, ...) that it is the mean of; 0 for a rank without any
