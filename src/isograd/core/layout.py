@@ -228,10 +228,10 @@ class Layout:
             rank = rank * int(getattr(self, axis)) + spot[axis]
         return rank
 
-    def groups(self, axes: str, ranks: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
+    def groups(self, axes: str, ranks: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
         """The groups along `axes` (see `ranks`) through these ranks, or all of the world, in the order of their first
         ranks."""
-        return _groups(self, axes, tuple(ranks) or range(self.world_size))
+        return _groups(self, axes, range(self.world_size) if ranks is None else tuple(ranks))
 
     def ranks(self, axes: str, rank: int) -> tuple[int, ...]:
         """The global ranks, in order, of the group through `rank` along `axes`.

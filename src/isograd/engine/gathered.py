@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isograd.core.mesh import Mesh
+from isograd.engine import validation
 from isograd.engine.plan import Bucket, Slot
 from isograd.engine.precision import LossScale
 from isograd.engine.reducer import ReduceWhen
@@ -112,7 +113,7 @@ class GatheredStep:
 
     def note(self, weight: Tensor | float | None) -> None:
         """What the caller gave a loss; a zero, which takes it out, goes with losses of both kinds."""
-        if weight is None or (isinstance(weight, Tensor) and weight.device.type != "cpu") or weight != 0:
+        if weight is None or not validation.is_known_zero(weight):
             self.kinds.add("plain" if weight is None or "rows" in self.kinds else "weighed")
 
     def note_rows(self) -> None:

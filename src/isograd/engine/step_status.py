@@ -83,7 +83,8 @@ class StepStatus:
 
     def ranks(self, status: Status) -> list[int]:
         """Those with this status."""
-        return list(map(int, np.flatnonzero(self.status.numpy() == status)))
+        found: list[int] = np.flatnonzero(self.status.numpy() == status).tolist()
+        return found
 
 
 @dataclass(frozen=True)

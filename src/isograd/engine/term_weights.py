@@ -116,10 +116,7 @@ class TermWeights:
                 known, hint = ", ".join(self.names) or "none", did_you_mean(name, self.names)
                 seen, where = f"terms {', '.join(terms)}", self.mesh.describe_rank()
                 raise EngineError("IG562", seen=seen, where=where, name=name, hint=hint, known=known)
-            on_card = (
-                isinstance(term.weight, Tensor) and term.weight.device.type != "cpu"
-            )  # not looked at: it would wait
-            trains = bool(term.coefficient) and (on_card or float(term.weight) != 0)
+            trains = bool(term.coefficient) and not validation.is_known_zero(term.weight)
             validation.check_mean(f"the term {name!r}", term.value, term.weight, self.mesh, trains=trains)
         if len([1 for term in terms.values() if _has_gradient(term)]) > 1:
             self.refuse_half(terms)

@@ -296,14 +296,15 @@ def bad_weight(name: str, seen: object, mesh: Mesh) -> EngineError:
     return EngineError("IG515", seen=shown, where=mesh.describe_rank(), name=name)
 
 
+def is_known_zero(weight: float | Tensor) -> bool:
+    """A weight on a GPU is not looked at, which would make the host wait."""
+    return (not isinstance(weight, Tensor) or weight.device.type == "cpu") and float(weight) == 0
+
+
 def adds_nothing(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> bool:
     """A mean over no token is NaN in torch, and so is its gradient, whatever it is multiplied with: leave it out.
-
-    A weight on a GPU is not looked at, which would make the GPU wait; isograd's own losses are 0 over no token.
-    """
-    if isinstance(weight, Tensor) and weight.device.type != "cpu":
-        return False
-    nothing = float(weight) == 0 and not bool(loss.isfinite())
+    (isograd's own losses are 0 over no token.)"""
+    nothing = is_known_zero(weight) and not bool(loss.isfinite())
     if nothing and (mesh.size("cp") > 1 or mesh.size("ep") > 1):  # whose layers exchange with other ranks in backward
         raise needed_elsewhere(loss, mesh)
     return nothing
