@@ -63,7 +63,7 @@ test-peers: $(BESIDE)
 	$(PEERS)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "peers and not slow" $$(grep -rl --include='test_*.py' 'mark\.peers' tests)
 
 full: $(STAMP) $(BESIDE) chromium
-	$(RUN) scripts/full.py
+	WORKERS=$(WORKERS) $(RUN) scripts/full.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check src tests examples benchmarks verify scripts

@@ -44,6 +44,8 @@ def pieces() -> dict[str, list[str]]:
 def run(name: str, files: list[str]) -> dict[str, Any]:
     """One pytest of these files: how many passed, failed and were skipped, in how many seconds, and which failed."""
     python = [PEERS, "-m", "pytest", "-m", "peers"] if name == "peers" else [sys.executable, "-m", "pytest"]
+    if workers := os.environ.get("WORKERS"):
+        python += ["-n", workers, "--dist", "loadfile"]
     with TemporaryDirectory() as folder:
         report, began = Path(folder) / "report.xml", time.monotonic()
         command = [*python, "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
@@ -65,10 +67,13 @@ def run(name: str, files: list[str]) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """As /proc/cpuinfo calls it."""
+    """As /proc/cpuinfo calls the first one, which may say no more than whose it is: with its family and model."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    first = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    says = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
+    if "cpu family" not in says:
+        return says.get("model name", platform.machine())
+    return f"{says['model name']}, family {says['cpu family']}, model {says['model']}"
 
 
 def page(done: dict[str, dict[str, Any]]) -> str:
