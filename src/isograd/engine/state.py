@@ -105,8 +105,7 @@ def parts(engine: Engine, entries: Mapping[str, Iterable[str]] | None = None) ->
 
 def parts_of_model(model: nn.Module, mesh: Mesh) -> list[Part]:
     """The parameters of a model that no engine holds."""
-    records = contracts(model, mesh)
-    return [_part(f"model/{r.name}", slot_of(r, mesh), r.parameter.data, mesh) for r in records]
+    return [_part(f"model/{r.name}", slot_of(r, mesh), r.parameter.data, mesh) for r in contracts(model, mesh)]
 
 
 def _part(key: str, slot: Slot, tensor: Tensor, mesh: Mesh) -> Part:

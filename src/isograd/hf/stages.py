@@ -88,16 +88,15 @@ class _Staged(nn.Module):
         flow = self._isograd_flow
         if flow.loss_of is not None:
             return
-        if isinstance(micro, Mapping) and any(micro.get(name) is not None for name in ("labels", "shift_labels")):
-            shard(micro, flow.mesh, flow.loss)
-            return
-        raise ModelError(
-            "IG444",
-            "a batch that a model of transformers in stages cannot train on",
-            seen=f"keys {', '.join(map(str, micro))}" if isinstance(micro, Mapping) else type(micro).__name__,
-            expected="a mapping with input_ids and labels",
-            where=flow.mesh.describe_rank(),
-        )
+        if not isinstance(micro, Mapping) or all(micro.get(name) is None for name in ("labels", "shift_labels")):
+            raise ModelError(
+                "IG444",
+                "a batch that a model of transformers in stages cannot train on",
+                seen=f"keys {', '.join(map(str, micro))}" if isinstance(micro, Mapping) else type(micro).__name__,
+                expected="a mapping with input_ids and labels",
+                where=flow.mesh.describe_rank(),
+            )
+        shard(micro, flow.mesh, flow.loss)
 
     def forward(self, *args: Any, stage: int | None = None, passed: Any = None, **micro: Any) -> Any:
         """One stage of a micro-batch of input_ids and labels, as a pipeline calls it."""

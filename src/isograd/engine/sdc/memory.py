@@ -49,9 +49,8 @@ class MemoryChecksum:
             same = device in now and now[device].keys == before.keys
             changed = (now[device].values != before.values).any().to(mine) if same else torch.ones_like(mine)
             mine = torch.maximum(mine, changed)
-        if not bool(raw.all_max(mine, self.mesh.group("world"))):
-            return
-        raise EngineError("IG583", seen=_spelled(self._changed()), where=self.mesh.describe_rank())
+        if bool(raw.all_max(mine, self.mesh.group("world"))):
+            raise EngineError("IG583", seen=_spelled(self._changed()), where=self.mesh.describe_rank())
 
     def _changed(self) -> list[list[str]]:
         """By rank, on all of them."""
@@ -77,8 +76,7 @@ class MemoryChecksum:
         for to, keys in enumerate(changed):
             for key in keys:
                 self._from_replica(key, to, held, [rank for rank, broken in enumerate(changed) if key not in broken])
-        left = self._broken(changed[rank])
-        return _spelled(all_gather_object(left, self.mesh))
+        return _spelled(all_gather_object(self._broken(changed[rank]), self.mesh))
 
     def _from_replica(self, key: str, to: int, held: dict[str, Tensor], right: Sequence[int]) -> None:
         """Send a tensor to a rank from the first one that holds all of it, too, and has it right."""
