@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from isograd.comm import raw, world
 from isograd.core.contract import assemble
 from isograd.core.mesh import DATA, Mesh
-from isograd.engine import Engine, WeightAverage
+from isograd.engine import Engine, WeightAverage, gradients
 from isograd.engine.ema import average_of
 from isograd.errors import EngineError
 from isograd.models import Transformer, TransformerConfig, preset
@@ -227,6 +227,8 @@ def looked_up(layout: str) -> tuple[list[str], dict[str, Tensor], str]:
     assert isinstance(grads, Mapping) and len(grads) == len(list(grads)) and "gain" in grads and "gone" not in grads
     assert torch.equal(grads["out.bias"], dict(grads)["out.bias"])
     found = {"gain": grads["gain"], "out.bias": grads["out.bias"]}
+    whole = dict(grads.items())
+    assert all(torch.equal(whole[name], gradient) for name, gradient in found.items())
     with pytest.raises(KeyError):
         grads["gone"]
     engine.step()
@@ -274,6 +276,38 @@ def test_unlike_names_on_the_ranks_are_refused_with_them(threads, layout: str, n
     for refused, after in threads(2).run(looked_up_unlike, layout, name):
         assert refused.startswith("IG555") and "0: 'out.bias'" in refused and f"1: {name!r}" in refused, refused
         assert after == "stepped"
+
+
+def left_a_loop(layout: str) -> list[tuple[int, str]]:
+    """Rank 1 leaves the loop over the first step's gradients behind the first of them; all train on."""
+    mesh, model = Mesh(layout), toys.Toy()
+    engine, said = Engine(model, mesh, toys.sgd), list[tuple[int, str]]()
+    for step in range(2):
+        x, y = toys.micro_batch(0, 2 * mesh.rank)
+        engine.backward(toys.loss_of(model, x, y), weight=len(x))
+        seen = 0
+        try:
+            for _ in engine.grads().items():
+                seen += 1
+                if step == 0 and mesh.rank == 1:
+                    break
+            engine.step()
+            said.append((seen, "stepped"))
+        except EngineError as error:
+            said.append((seen, error.code))
+    return said
+
+
+@pytest.mark.parametrize(("at_once", "seen"), [(1, 1), (2000, 7), (2**22, 10)])
+@pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "dp2 zero3"])
+def test_a_rank_that_leaves_a_loop_over_gradients_is_missed_at_the_next_batch(
+    threads, monkeypatch: pytest.MonkeyPatch, layout: str, at_once: int, seen: int
+) -> None:
+    monkeypatch.setattr(gradients, "AT_ONCE", at_once)
+    """Two batches of several and one of one; all in one batch: nobody waits for it."""
+    first, other = threads(2).run(left_a_loop, layout)
+    said = "stepped" if seen == 10 else "IG555"
+    assert first == [(seen, said), (10, "stepped")] and other == [(1, said), (10, "stepped")]
 
 
 def compiled(layout: str, compile_it: bool) -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ def wrong_terms() -> list[str]:
         if not (said := refusal(lambda t=terms: engine.backward(Terms(**t)))).startswith(words)
     ]
     engine.backward(Terms(lm=(one, 1), balance=(value(engine), 2, 0.5)))
-    found = dict(engine.grads())["gain"]
+    found = dict(engine.grads().items())["gain"]
     assert abs(float(found) - 3.0) < 1e-12
     assert not engine.step().skipped
     return wrong
@@ -192,7 +192,7 @@ def failures() -> list[str]:
     engine.discard()
     truth = several.one_device(2 * ranks, steps=1)
     engine.accumulate(micros)
-    found = dict(engine.grads())
+    found = dict(engine.grads().items())
     for name, expected in truth.gradients[0].items():
         assert float((found[name] - expected).norm()) <= 1e-9 * float(expected.norm()), name
     stats = engine.step()

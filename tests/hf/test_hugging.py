@@ -133,7 +133,7 @@ def trained(kind: str, layout: str, **more: Any) -> list[str]:
         for number in range(MICROS):
             part = ig.hf.shard(batch(step, mesh.index("dp"), number), mesh)
             engine.backward(loss_of(model, part.inputs), weight=part.weight)
-        found.append(dict(engine.grads()))
+        found.append(dict(engine.grads().items()))
         engine.step()
     expected, after = one_device(config, start, mesh.size("dp"))
     wrong = [name for name, p in whole(engine).items() if not distance(p, after[name], 1e-6) <= 1e-9]
@@ -191,7 +191,7 @@ def attached(kind: str, layout: str) -> list[str]:
     for given in batches if engine.pipeline is None else ():
         part = ig.hf.shard(given, mesh)
         engine.backward(loss_of(model, part.inputs), weight=part.weight)
-    ours, (theirs, _) = dict(engine.grads()), one_device(config, start, mesh.size("dp"))[0]
+    ours, (theirs, _) = dict(engine.grads().items()), one_device(config, start, mesh.size("dp"))[0]
     assert mesh.size("pp") > 1 or len(theirs) == len(ours) + 1  # without the frozen one
     return [name for name, gradient in ours.items() if not distance(gradient, theirs[name], 1e-6) <= 1e-9]
 

@@ -84,7 +84,7 @@ def trained(kind: str, layout: str) -> list[str]:
             with ForceFP64():
                 mean = model(**part.inputs).loss
             engine.backward(mean, weight=part.weight)
-        found.append(dict(engine.grads()))
+        found.append(dict(engine.grads().items()))
         engine.step()
     wrong = []
     for ours, theirs in zip(found, one_device(config, start, mesh.size("dp"), loss), strict=True):

@@ -40,7 +40,7 @@ def trained(kind: str, layout: str, out: str | None = None) -> list[str]:
         told = engine.evaluate(batches).loss
         engine.accumulate(batches)
         floor = 1e-6 * float(torch.stack([g.norm() for g in theirs.values()]).norm())
-        ours = dict(engine.grads())
+        ours = dict(engine.grads().items())
         wrong += [f"grad {n}" for n, g in ours.items() if not distance(g, theirs[n], floor) <= 1e-9]
         if not abs(engine.step().loss - told) < 1e-12:
             wrong.append("the loss of evaluate")
@@ -85,7 +85,7 @@ def refused_before_any_stage_runs() -> list[str]:
     engine = Engine(load(config, mesh, prove=False), mesh, sgd)
     good = batch(0, 0, 0)
     engine.accumulate([good])
-    before = dict(engine.grads())
+    before = dict(engine.grads().items())
     engine.discard()
     padded = {**good, "attention_mask": torch.ones_like(good["input_ids"])}
     padded["attention_mask"][0, 0] = 0

@@ -492,7 +492,7 @@ def by_a_second_accelerator(layout: str, source: str | None) -> dict[str, Any]:
             with ForceFP64():
                 for batch in loader:
                     accelerator.backward(prepared(**batch).loss)
-            found = dict(accelerator.engine.grads())
+            found = dict(accelerator.engine.grads().items())
             optimizer.step()
         return found
 

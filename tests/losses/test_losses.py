@@ -298,7 +298,7 @@ def together(layout: str) -> tuple[float, dict[str, Tensor]]:
                 entropy=(*losses.mean(losses.entropy(logits), s["of_tokens"]), -0.01),
             )
         )
-    grads = dict(engine.grads())
+    grads = dict(engine.grads().items())
     return engine.step().loss, {name: g.clone() for name, g in grads.items()}
 
 

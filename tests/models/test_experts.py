@@ -116,7 +116,7 @@ def test_the_balance_of_a_batch_by_hand_needs_its_counts() -> None:
     engine.begin(lm=21 + 7, balance=21 + 7)
     for micro in micros:
         engine.backward(engine.model(*micro))
-    by_hand = dict(engine.grads())
+    by_hand = dict(engine.grads().items())
     whole.accumulate(micros)
     for name, gradient in whole.grads().items():
         assert float((by_hand[name] - gradient).norm()) <= 1e-12 * float(gradient.norm()), name

@@ -28,7 +28,7 @@ def embedding_gradient(layout: str, pad: int | None, tied: bool) -> Tensor:
     tokens[:, ::4] = PAD
     loss, count = model(tokens[:, :-1], tokens[:, 1:])
     engine.backward(loss, weight=count)
-    return dict(engine.grads())["embed.weight"].clone()
+    return dict(engine.grads().items())["embed.weight"].clone()
 
 
 def test_only_the_lookup_of_the_padding_token_loses_its_gradient(worlds) -> None:

@@ -100,7 +100,7 @@ def test_the_line_that_the_warning_names_mends_a_model_of_others(kind: type[nn.E
                 step = engine(model)
         step.backward(model(tokens).float().square().mean(), weight=1)
         exact(tokens).square().mean().backward()
-        found = dict(step.grads())
+        found = dict(step.grads().items())
         for name in ("0.weight", "1.weight", "1.bias"):
             truth = exact.get_parameter(name).grad
             assert truth is not None

@@ -50,7 +50,7 @@ EXEMPT = {
     "engine/step_status.py:optimizer_problem:raw.gather": "moves no gradient: tests/engine/test_transaction.py",
     "engine/naive.py:gradients:raw.gather_list": "the definition itself: tests/engine/test_step.py compares with it",
     "engine/naive.py:gradients:raw.all_reduce": "the definition itself: tests/engine/test_step.py compares with it",
-    "engine/gradients.py:__getitem__:raw.broadcast_": "gathers what tests look at; a wrong one fails every pp case",
+    "engine/gradients.py:_gather:raw.broadcast_": "gathers what tests look at; a wrong one fails every pp case",
     "nn/float8.py:_cast:raw.all_max": "no case has float8, which hides 2.0: tests/nn/test_float8.py leaves it out",
     "nn/moe.py:_route:raw.all_to_all": "numbers of rows: a wrong one ends the transport; the rows have mutants",
     "pipeline/costs.py:measure:raw.broadcast_": "measured times, equal on all ranks: they choose a split, not a number",

@@ -115,7 +115,7 @@ def assert_trains_as_plain_torch(made: torch.nn.Module, mesh: Mesh, batch: Any, 
     made.zero_grad()
     engine = Engine(made, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
     engine.accumulate(batch, 2)
-    found = dict(engine.grads())
+    found = dict(engine.grads().items())
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert gradient.abs().max() > 0, name

@@ -112,7 +112,7 @@ def clip_runs() -> dict[str, tuple[dict[str, Tensor], float]]:
             engine = ig.Engine(model, mesh, sgd)
             value = loss(*model(*mine), output_dict=True)["contrastive_loss"]
             engine.backward(value, weight=len(mine[0]))
-            found[f"engine local={local} grad={home} {name}"] = dict(engine.grads()), engine.step().loss
+            found[f"engine local={local} grad={home} {name}"] = dict(engine.grads().items()), engine.step().loss
     return found
 
 
@@ -180,7 +180,7 @@ def sentence_runs() -> dict[str, dict[str, Tensor]]:
     engine = ig.Engine(model, mesh, sgd)
     loss = CachedInfoNCE(model, 5.0, mini_batch_size=2, gather_across_devices=True, engine=engine)
     engine.backward(loss(columns), weight=UNEVEN[mesh.rank])
-    found["engine"] = dict(engine.grads())
+    found["engine"] = dict(engine.grads().items())
     found["value"] = {"loss": torch.tensor(engine.step().loss, dtype=torch.float64)}
     return found
 

@@ -92,7 +92,8 @@ def runs() -> dict[str, tuple[dict[str, Tensor], float]]:
                 model = Taught()
                 engine = ig.Engine(model, mesh, sgd)
                 engine.backward(compute(loss, *model(*mine)), weight=len(mine[0]))
-                found[f"engine local={local} grad={home}/{case}/{name}"] = dict(engine.grads()), engine.step().loss
+                whole = dict(engine.grads().items())
+                found[f"engine local={local} grad={home}/{case}/{name}"] = whole, engine.step().loss
     return found
 
 

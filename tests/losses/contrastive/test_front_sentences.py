@@ -147,7 +147,7 @@ def runs() -> dict[str, tuple[dict[str, Tensor], float]]:
         engine = ig.Engine(model, mesh, sgd)
         loss = wrap(CachedInfoNCE(model, engine=engine, **options))
         engine.backward(loss(columns, torch.zeros(0)), weight=UNEVEN[mesh.rank])
-        found[f"{name}/engine"] = dict(engine.grads()), engine.step().loss
+        found[f"{name}/engine"] = dict(engine.grads().items()), engine.step().loss
     return found
 
 
