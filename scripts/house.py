@@ -65,9 +65,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 51_999,
+    "isograd, lines": 52_000,
     "isograd-verify, lines": 16_969,
-    "comm + launcher + engine, lines": 9_656,
+    "comm + launcher + engine, lines": 9_657,
     "arrows between packages": 140,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

@@ -329,6 +329,23 @@ def test_a_death_is_a_death_when_the_others_feel_it_before_the_launcher_is_told(
         assert len(pool.workers) == 1
 
 
+def dies() -> None:
+    """Rank 1."""
+    if world.world()[0] == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raw.all_max(torch.ones(1), Mesh("dp2").group("world"))
+
+
+@pytest.mark.medium
+def test_who_is_left_is_a_world_of_one_and_of_two_with_a_new_rank() -> None:
+    """It waited for the rank that had died."""
+    with WorkerPool() as pool:
+        pool.fill(2)
+        assert pool.attempt(2, dies).dead == {1: -signal.SIGKILL}
+        assert pool.attempt(1, world.world).values == [(0, 1)]
+        assert pool.fill(2) == 1 and pool.attempt(2, world.world).values == [(0, 2), (1, 2)]
+
+
 def raises_and_is_slow_to_answer() -> None:
     """Rank 0, after its connections have closed."""
     leave = world.leave

@@ -20,6 +20,7 @@ from isograd.engine import Engine, WeightAverage, gradients
 from isograd.engine.ema import average_of
 from isograd.errors import EngineError
 from isograd.models import Transformer, TransformerConfig, preset
+from tests.conftest import Threads
 from tests.native import native_transports
 
 from . import toys
@@ -301,11 +302,11 @@ def left_a_loop(layout: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(("at_once", "seen"), [(1, 1), (2000, 7), (2**22, 10)])
 @pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "dp2 zero3"])
 def test_a_rank_that_leaves_a_loop_over_gradients_is_missed_at_the_next_batch(
-    threads, monkeypatch: pytest.MonkeyPatch, layout: str, at_once: int, seen: int
+    monkeypatch: pytest.MonkeyPatch, layout: str, at_once: int, seen: int
 ) -> None:
     monkeypatch.setattr(gradients, "AT_ONCE", at_once)
     """Two batches of several and one of one; all in one batch: nobody waits for it."""
-    first, other = threads(2).run(left_a_loop, layout)
+    first, other = Threads(2).run(left_a_loop, layout)  # of this process, which is changed
     said = "stepped" if seen == 10 else "IG555"
     assert first == [(seen, said), (10, "stepped")] and other == [(1, said), (10, "stepped")]
 

@@ -110,6 +110,7 @@ def sit(seat: Seat) -> None:
     # For `ps -e`, `pkill -x`, and the kernel's log, which says whom it killed for want of memory. Linux alone has it.
     with suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(f"isograd r{seat.rank}")
+    world.process.left.clear()  # this seat is in no world that a failure has ended
     if seat.nproc > 1:
         set_collective_timeout(seat.patience)
         world.join(seat.rank, seat.nproc, seat.directory, seat.device)
