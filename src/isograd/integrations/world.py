@@ -148,9 +148,9 @@ class FailureReport:
         """Note the error with which this rank leaves the loop; of a lost connection, raise IG870, which names the rank
         that has ended. `told`: all know it. Else others may wait anywhere: this rank's connections are closed."""
         found = failed_rank_error(error, self.mesh)
-        store_failure(self.mesh.rank, error)
         _failed.append(self)
         if self.mesh.layout.world_size > 1 and not told:
+            store_failure(self.mesh.rank, error)
             world.leave(headline(error))
         if found is not None:
             raise found from error
