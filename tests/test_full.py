@@ -24,7 +24,7 @@ FILES = {
 
 def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *words]
-    told = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # these import torch
+    told = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "WORKERS": ""}  # plugins import torch
     return subprocess.run(command, cwd=folder, env=told, check=False, capture_output=True, text=True)
 
 
