@@ -1,7 +1,6 @@
 """The processes of ranks, each of which leaves its result in its job's folder. See `run` in world.py.
 
-On real cards they are spawned. On imagined ones a server has loaded the device and torch once, and forks them: it reads
-jobs from its standard input, and answers with a job's folder when its ranks have ended.
+On real cards they are spawned. On imagined ones a process that has loaded the device and torch once forks them.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import os
 import pickle
 import random
 import socket
-import sys
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +56,11 @@ def are_real() -> bool:
 
 def start_ranks(job: Job, method: str) -> None:
     """Start a job's ranks, by multiprocessing's "fork" or "spawn", and wait for them."""
+    if method == "fork":  # this process imports what each rank would
+        load()
+        from tests import preloaded  # noqa: F401
+
+        pickle.loads(job.program)
     context: Any = multiprocessing.get_context(method)
     ranks = [context.Process(target=rank_main, args=(job, rank)) for rank in range(job.ranks)]
     for one in ranks:
@@ -68,12 +72,17 @@ def start_ranks(job: Job, method: str) -> None:
 
 
 def load() -> None:
-    """Give this process imagined cards, if it needs and has none."""
+    """Give this process imagined cards, if it needs and has none; and torch one thread: its pool is made anew after a
+    fork, and two threads that ask for it first would both do it."""
     if device.lib is None and not are_real():
+        os.environ.update(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1")
         device.load()
         from . import nccl
 
         nccl.install()
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def rank_main(job: Job, rank: int) -> None:
@@ -90,7 +99,6 @@ def rank_main(job: Job, rank: int) -> None:
     size: dict[str, Any] = {"WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks, "RANK": rank, "LOCAL_RANK": rank}
     size |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": job.port}
     os.environ.update({name: str(value) for name, value in size.items()}, GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)  # torch makes its pool anew after a fork, and two threads that ask first would both do it
     card = 0 if job.one_card else rank
     if job.one_card:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
@@ -144,18 +152,10 @@ def pickled(value: Any) -> bytes:
     return into.getvalue()
 
 
-def serve() -> None:
-    """Fork the ranks of each job that comes."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what ranks print
-    load()
-    import torch
-
-    torch.set_num_threads(1)
-    from tests import preloaded  # noqa: F401
-
-    while line := sys.stdin.buffer.readline():
-        job = pickle.loads(bytes.fromhex(line.decode()))
-        pickle.loads(job.program)  # imports what each rank would
-        start_ranks(job, "fork")
-        print(job.folder, file=answers, flush=True)
+def serve(connection: int) -> None:
+    """Run jobs that come, and say whose ranks have ended, until the other end is closed."""
+    jobs = Connection(connection)
+    with suppress(EOFError):
+        while job := jobs.recv():
+            start_ranks(job, "fork")
+            jobs.send(job.folder)

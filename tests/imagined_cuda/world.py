@@ -9,15 +9,16 @@ for result in run(program, 2):      # program: a function of a module that can b
 
 from __future__ import annotations
 
-import atexit
-import os
 import pickle
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import combinations
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import SkipTest
@@ -25,7 +26,6 @@ from unittest import SkipTest
 from . import device
 from .rank import Job, are_real, start_ranks
 
-ROOT = Path(__file__).parents[2]
 # What is wrong. Only slow are: host wait, pageable copy, unbatched pair, messages in another order.
 FAULTS = (
     "race", "reused too early", "host reads too early", "host writes too early", "event never recorded",
@@ -71,9 +71,6 @@ class Result:
         return self.of(*FAULTS)
 
 
-_server: subprocess.Popen[bytes] | None = None
-
-
 def run(function: Callable[..., Any], ranks: int = 1, *args: Any, **options: Any) -> list[Result]:
     """function(*args) on each rank: its result (values of the host) and what was found. `options`: as a Job's."""
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +82,11 @@ def run(function: Callable[..., Any], ranks: int = 1, *args: Any, **options: Any
                 raise SkipTest(f"{ranks} ranks, and {torch.cuda.device_count()} cards")
             start_ranks(job, "spawn")
         else:
-            _forked(job)
+            device.build()
+            server = _server()
+            server.send(job)
+            while server.recv() != job.folder:  # but that of a job that was left alone
+                pass
         results = [result_of(job, rank) for rank in range(ranks)]
     for one, other in combinations(results, 2):
         _compare_order(one, other)
@@ -100,20 +101,14 @@ def right(results: list[Result]) -> list[Any]:
     return [result.value for result in results]
 
 
-def _forked(job: Job) -> None:
-    global _server
-    if _server is None or _server.poll() is not None:
-        device.build()
-        environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", f"from {__package__}.rank import serve; serve()"]
-        _server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment)
-        atexit.register(_server.kill)
-    assert _server.stdin is not None and _server.stdout is not None
-    _server.stdin.write(pickle.dumps(job).hex().encode() + b"\n")
-    _server.stdin.flush()
-    while (answer := _server.stdout.readline().decode().strip()) != str(job.folder):  # or of a job that was left alone
-        if not answer:
-            raise RuntimeError("the process that forks ranks has ended")
+@cache
+def _server() -> Connection:
+    """To a process that loads the imagined cards and torch once, and forks the ranks of each job."""
+    here, there = Pipe()
+    command = [sys.executable, "-c", f"from {__package__}.rank import serve; serve({there.fileno()})"]
+    subprocess.Popen(command, pass_fds=[there.fileno()], cwd=Path(__file__).parents[2])
+    there.close()
+    return here
 
 
 def result_of(job: Job, rank: int) -> Result:
