@@ -104,14 +104,13 @@ class Timeline(TorchDispatchMode):
             wait(event, stream)
             self.waits((stream or torch.cuda.current_stream()).stream_id, self.events.get(id(event), 0.0))
 
-        def sent(communicator: Any, what: Any, reads: Any, writes: Any, *rest: Any) -> Any:
+        def sent(communicator: Any, work: Any, asynchronous: bool) -> Any:
             caller, own = self.now, ("nccl", communicator.name)
-            asynchronous = rest[-1]
-            work = enqueue(communicator, what, reads, writes, *rest)
+            size = max(sum(t.nbytes for t in work.reads), sum(t.nbytes for t in work.writes))
+            enqueue(communicator, work, asynchronous)
             stream = own if asynchronous else caller
             if asynchronous:
                 self.clocks[own] = max(self.clocks[own], self.clocks[caller])
-            size = max(sum(t.nbytes for t in reads), sum(t.nbytes for t in writes))
             self.send(size, len(communicator.ranks), stream)
             work.ends = self.clocks[stream]
             return work

@@ -1,12 +1,13 @@
 """An imagined NCCL between real processes: process groups of torch on imagined communicators (communicator.py).
 
 A communicator is made at its first use, and that blocks the host until all its ranks have come. Messages between two
-ranks outside a batch make one of two ranks, unless `init_process_group` was given a `device_id`. There are no tags.
+ranks outside a batch make one of two ranks, unless the group was given a `device_id`. There are no tags.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,81 +18,76 @@ from torch.distributed import distributed_c10d as c10d
 from . import device
 from .communicator import Communicator, Work, World, finish_all
 
-BACKEND = "imagined_nccl"
 Message = tuple[bool, Tensor, int]  # whether it is sent; to or from which member
 
 
 class Group(dist.ProcessGroup):
-    """A process group on imagined NCCL."""
+    """What torch.distributed makes for "nccl", in the place of ProcessGroupNCCL."""
 
-    def __init__(self, options: Any) -> None:
-        rank, size = options.group_rank, options.group_size
-        super().__init__(rank, size)
-        self._store, self._label = options.store, options.group_id
-        self._timeout = min(options.timeout, World.longest)
-        self._ranks = list(options.global_ranks_in_group) or list(range(size))
-        self._made: dict[str, Communicator] = {}
-        self._batch: list[Message] | None = None
-        if World.card is not None:
-            self._whole(World.card)
-
+    Options = SimpleNamespace
+    supports_splitting = True  # with a device_id, torch asks the backend to connect at once
+    _set_sequence_number_for_group = perform_nocolor_split = _group_start = _group_end = lambda *_: None
     _device_types = property(lambda self: [torch.device("cuda")])
     group_name = property(lambda self: self._label)
 
-    def getBackendName(self) -> str:
-        return BACKEND
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        super().__init__(rank, size)
+        self._store, self._label = store, options.group_name
+        self._timeout = min(options._timeout, World.longest)
+        self._ranks = list(options.global_ranks_in_group) or list(range(size))
+        self._made: dict[tuple[int, ...], Communicator] = {}
+        self._batch: list[Message] | None = None
 
-    supports_splitting = True  # with a device_id, torch asks the backend to connect at once
+    def getBackendName(self) -> str:
+        return "nccl"
 
     def _get_backend(self, device: torch.device) -> Group:
         return self
 
     def eager_connect_single_device(self, device: torch.device) -> None:
+        self.bound_device_id = device
         self._whole(device)
 
-    def _communicator(self, members: list[int], card: torch.device) -> Communicator:
-        key = "-".join(map(str, members))
+    def _communicator(self, members: Sequence[int], card: torch.device) -> Communicator:
+        key = tuple(members)
         if key not in self._made:
-            ranks, name = [self._ranks[m] for m in members], self._label
-            if len(members) < self.size():
+            ranks, name = [self._ranks[m] for m in key], self._label
+            if len(key) < self.size():
                 name += f" {ranks[0]}-{ranks[1]}"
             store = dist.PrefixStore(f"nccl/{key}", self._store)
-            self._made[key] = Communicator(name, ranks, members.index(self.rank()), store, self._timeout, card)
+            self._made[key] = Communicator(name, ranks, key.index(self.rank()), store, self._timeout, card)
         return self._made[key]
 
     def _whole(self, card: torch.device) -> Communicator:
-        return self._communicator(list(range(self.size())), card)
+        return self._communicator(range(self.size()), card)
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def _collective(
         self, op: str, mine: Sequence[Tensor], outs: Sequence[Tensor],
-        finish: Callable[[list[Tensor]], Sequence[Tensor]], options: Any = None, sizes: Sequence[int] = (),
-        elements: Any = None, **what: Any,
+        results: Callable[[list[Tensor]], Sequence[Tensor]], options: Any = None, elements: Any = None, **what: Any,
     ) -> Work:  # fmt: skip
-        """`mine` is this rank's row. The rows of all ranks are gathered, and `finish` makes of them what `outs` hold.
-        `sizes`: of the ranks' rows, where they differ. `elements`: what all ranks have to say that they are."""
-        one = (*mine, *outs)[0]
-        rows = list(sizes) or [sum(t.numel() for t in mine)] * self.size()
-        what = {"op": op, "elements": rows[0] if elements is None else elements, "dtype": str(one.dtype)[6:], **what}
-        empty = torch.empty(0, dtype=one.dtype)
-        row = torch.cat([empty, *(device.lib.host_alias(t).reshape(-1) for t in mine)])
-        came = [empty.new_empty(size) for size in rows]
-        sends, receives = [(member, row) for member in range(self.size())], list(enumerate(came))
-        asynchronous = getattr(options, "asyncOp", True)
-        return self._whole(one.device).enqueue(what, mine, outs, sends, receives, lambda: finish(came), asynchronous)
+        """`mine` is this rank's row. The rows of all ranks are gathered, and of them `results` are what `outs` hold.
+        `elements`: what all ranks have to say that they are."""
+        one, members = (*mine, *outs)[0], range(self.size())
+        row = torch.cat([torch.empty(0, dtype=one.dtype), *(device.lib.host_alias(t).reshape(-1) for t in mine)])
+        elements = row.numel() if elements is None else elements
+        what = {"op": op, "elements": elements, "dtype": str(one.dtype)[6:], **what}
+        sends, receives = [(member, what, row) for member in members], [(member, what) for member in members]
+        work = Work(op, tuple(self._ranks), mine, outs, sends, receives, results)
+        return self._whole(one.device).enqueue(work, getattr(options, "asyncOp", True))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         op, sizes = _reduction(opts), [t.numel() for t in tensors]
-        finish = lambda rows: _reduced(rows, op).split(sizes)  # noqa: E731
-        return self._collective("all_reduce", tensors, tensors, finish, opts, by=op)
+        results = lambda rows: _reduced(rows, op).split(sizes)  # noqa: E731
+        return self._collective("all_reduce", tensors, tensors, results, opts, by=op)
 
     allreduce = allreduce_coalesced
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         op, here = _reduction(opts), opts.rootRank == self.rank()
-        finish = lambda rows: [_reduced(rows, op)] if here else []  # noqa: E731
-        return self._collective("reduce", tensors, tensors if here else [], finish, opts, by=op, root=opts.rootRank)
+        results = lambda rows: [_reduced(rows, op)] if here else []  # noqa: E731
+        return self._collective("reduce", tensors, tensors if here else [], results, opts, by=op, root=opts.rootRank)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         root = opts.rootRank
@@ -99,29 +95,26 @@ class Group(dist.ProcessGroup):
 
     def gather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Work:
         (into,) = outs or [[]]
-        _of_one_size("gather", into, tensors[0])
+        _fit("gather", into, tensors * len(into))
         return self._collective("gather", tensors, into, lambda rows: rows if into else [], opts, root=opts.rootRank)
 
     def scatter(self, outs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> Work:
-        root, size, (mine,) = opts.rootRank, self.size(), tensors or [[]]
-        _of_one_size("scatter", mine, outs[0])
-        sizes = [outs[0].numel() * size * (member == root) for member in range(size)]
-        part = lambda rows: [rows[root].view(size, -1)[self.rank()]]  # noqa: E731
-        return self._collective("scatter", mine, outs, part, opts, sizes, outs[0].numel(), root=root)
+        (mine,) = tensors or [[]]
+        _fit("scatter", mine, outs * len(mine))
+        part = lambda rows: [rows[opts.rootRank].view(self.size(), -1)[self.rank()]]  # noqa: E731
+        return self._collective("scatter", mine, outs, part, opts, outs[0].numel(), root=opts.rootRank)
 
     def allgather(self, outs: Sequence[Sequence[Tensor]], tensors: list[Tensor], opts: Any = None) -> Work:
         """Of uneven sizes: a broadcast from each rank, and so every rank has to know all sizes."""
-        if any(each[self.rank()].numel() != mine.numel() for each, mine in zip(outs, tensors, strict=True)):
-            raise ValueError("Tensor input and output of _broadcast_oop must have the same number of elements")
+        _fit("all_gather", [each[self.rank()] for each in outs], tensors)
         sizes = [[t.numel() for t in of_rank] for of_rank in zip(*outs, strict=True)]
-        rows = [sum(of_rank) for of_rank in sizes]
 
-        def finish(came: list[Tensor]) -> list[Tensor]:
-            parts = [row.split(of_rank) for row, of_rank in zip(came, sizes, strict=True)]
+        def results(rows: list[Tensor]) -> list[Tensor]:
+            parts = [row.split(of_rank) for row, of_rank in zip(rows, sizes, strict=True)]
             return [part for of_tensor in zip(*parts, strict=True) for part in of_tensor]
 
-        elements = rows[0] if len(set(rows)) == 1 else rows
-        return self._collective("all_gather", tensors, [t for each in outs for t in each], finish, opts, rows, elements)
+        elements = _once([sum(of_rank) for of_rank in sizes])
+        return self._collective("all_gather", tensors, [t for each in outs for t in each], results, opts, elements)
 
     def all_gather_single_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> Work:
         return self.allgather([out.view(-1).tensor_split(self.size()) for out in outs], ins, opts)
@@ -131,17 +124,16 @@ class Group(dist.ProcessGroup):
 
     def reduce_scatter(self, outs: list[Tensor], tensors: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         """Of uneven sizes: a reduction to each rank."""
-        if any(each[self.rank()].numel() != out.numel() for each, out in zip(tensors, outs, strict=True)):
-            raise ValueError("Tensor input and output of _reduce_oop must have the same number of elements")
+        _fit("reduce_scatter", outs, [each[self.rank()] for each in tensors])
         pieces = [t for each in tensors for t in each]
         op, sizes = _reduction(opts), [t.numel() for t in pieces]
 
-        def finish(rows: list[Tensor]) -> list[Tensor]:
+        def results(rows: list[Tensor]) -> list[Tensor]:
             alike = list(zip(*(row.split(sizes) for row in rows), strict=True))  # [piece][rank]
             return [_reduced(ranks, op) for ranks in alike[self.rank() :: self.size()]]
 
-        elements = sum(sizes) if len({t.numel() for t in tensors[0]}) == 1 else sizes
-        return self._collective("reduce_scatter", pieces, outs, finish, opts, elements=elements, by=op)
+        elements = _once([sum(t.numel() for t in of_rank) for of_rank in zip(*tensors, strict=True)])
+        return self._collective("reduce_scatter", pieces, outs, results, opts, elements, by=op)
 
     def reduce_scatter_single_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> Work:
         return self.reduce_scatter(outs, [x.view(-1).tensor_split(self.size()) for x in ins], opts)
@@ -174,27 +166,31 @@ class Group(dist.ProcessGroup):
         self, op: str, messages: list[Message], communicator: Communicator, asynchronous: bool = True
     ) -> Work:
         """The communicator has all of this group's members or two."""
-        peers = {self._ranks[member] for _, _, member in messages} | {self._ranks[self.rank()]}
+        what = lambda t: {"op": "message", "elements": t.numel(), "dtype": str(t.dtype)[6:]}  # noqa: E731
         sends, receives = (
             [(communicator.ranks.index(self._ranks[member]), t) for sending, t, member in messages if sending is which]
             for which in (True, False)
         )
-        copies = [(index, device.lib.host_alias(t).clone()) for index, t in sends]
-        came = [(index, torch.empty_like(t, device="cpu")) for index, t in receives]
-        what, reads, writes = {"op": op, "with": tuple(sorted(peers))}, [t for _, t in sends], [t for _, t in receives]
-        return communicator.enqueue(what, reads, writes, copies, came, lambda: [t for _, t in came], asynchronous)
+        copies = [(index, what(t), device.lib.host_alias(t).clone()) for index, t in sends]
+        peers = {self._ranks[member] for _, _, member in messages} | {self._ranks[self.rank()]}
+        return communicator.enqueue(
+            Work(
+                op, tuple(sorted(peers)), [t for _, t in sends], [t for _, t in receives], copies,
+                [(index, what(t)) for index, t in receives], lambda rows: rows,
+            ), asynchronous,
+        )  # fmt: skip
 
     def _message(self, sending: bool, tensor: Tensor, peer: int) -> Work | None:
         if self._batch is not None:
             self._batch.append((sending, tensor, peer))
             return None
         what = "send to" if sending else "recv from"
-        if World.card is not None:
+        if self.bound_device_id is not None:
             communicator = self._whole(tensor.device)
         else:
             why = "a communicator of two ranks, which blocks the host until both have come"
             device.lib.find("unbatched pair", f"{what[:4]} outside batch_isend_irecv and without device_id: {why}")
-            communicator = self._communicator(sorted({self.rank(), peer}), tensor.device)
+            communicator = self._communicator(sorted((self.rank(), peer)), tensor.device)
         return self._messages(f"{what} {self._ranks[peer]}", [(sending, tensor, peer)], communicator)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work | None:
@@ -220,13 +216,16 @@ class Group(dist.ProcessGroup):
         finish_all()
 
 
-def _of_one_size(op: str, several: list[Tensor], one: Tensor) -> None:
-    for index, t in enumerate(several):
-        if t.shape != one.shape:
-            raise ValueError(
-                f"ProcessGroupNCCL::{op}: invalid tensor size at index {index} (expected {tuple(one.shape)}, got "
-                f"{tuple(t.shape)})"
-            )
+def _fit(op: str, some: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    for index, (one, other) in enumerate(zip(some, others, strict=True)):
+        if one.numel() != other.numel():
+            sizes = f"expected {tuple(other.shape)}, got {tuple(one.shape)}"
+            raise ValueError(f"ProcessGroupNCCL::{op}: invalid tensor size at index {index} ({sizes})")
+
+
+def _once(sizes: list[int]) -> Any:
+    """Even sizes said once."""
+    return sizes[0] if len(set(sizes)) == 1 else sizes
 
 
 def _reduction(options: Any) -> str:
@@ -247,22 +246,11 @@ def _reduced(all_: Sequence[Tensor], op: str) -> Tensor:
 
 
 def install() -> None:
-    """Make 'nccl' mean the imagined one, in torch.distributed's own functions."""
-    dist.Backend.register_backend(BACKEND, lambda options, _: Group(options), extended_api=True, devices=["cuda"])
+    """Make 'nccl' mean the imagined one, for torch.distributed's own functions."""
+    c10d.ProcessGroupNCCL, c10d._NCCL_AVAILABLE = Group, True
+    torch.cuda.nccl.version = lambda: (2, 0)  # which torch puts into the log of an error
     torch.cuda.before_synchronize.append(finish_all)  # type: ignore[attr-defined]
-    if not hasattr(c10d, "ProcessGroupNCCL"):  # which torch asks for when it aborts
-        c10d.ProcessGroupNCCL = type("ProcessGroupNCCL", (), {})
-    init, new_group, batch = dist.init_process_group, dist.new_group, dist.batch_isend_irecv
-
-    def imagined(backend: Any) -> Any:
-        return BACKEND if backend is None or "nccl" in str(backend) else backend
-
-    def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **options: Any) -> None:
-        World.card = None if device_id is None else torch.device(device_id)
-        init(imagined(backend), *args, **options)
-
-    def of_ranks(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
-        return new_group(ranks, timeout, backend and imagined(backend), **options)
+    batch = dist.batch_isend_irecv
 
     def batch_isend_irecv(ops: list[Any]) -> list[Any]:
         group = ops[0].group or dist.group.WORLD
@@ -273,6 +261,4 @@ def install() -> None:
             group._message(op.op is dist.isend, op.tensor, op.group_peer)
         return [group._end_coalescing(None)]
 
-    for home in (dist, c10d):
-        home.init_process_group, home.new_group = init_process_group, of_ranks
-        home.batch_isend_irecv, home.is_nccl_available = batch_isend_irecv, lambda: True
+    dist.batch_isend_irecv = c10d.batch_isend_irecv = batch_isend_irecv

@@ -326,7 +326,7 @@ def messages_in_a_circle(fault: str) -> None:
 @program(
     2,
     fault("unbatched pair", "no batch", "outside batch_isend_irecv and without device_id", "works = [op(x, peer)]"),
-    refused("another dtype", "bfloat16 of", "isend_irecv(ops)", "isend_irecv(ops)", also="communicator"),
+    refused("another dtype", '"dtype": "bfloat16"}', "isend_irecv(ops)", "isend_irecv(ops)", also="communicator"),
     refused("not received", "did not end within", "isend_irecv(ops)"),
 )
 def a_message(fault: str) -> None:
@@ -370,7 +370,7 @@ def buckets(fault: str) -> None:
     work = dist.all_reduce(first, async_op=True)
     for _ in range(10):
         other.mul_(2)
-    work._job.exchange.result()  # the exchange is over, the device may be behind
+    work.exchange.result()  # the exchange is over, the device may be behind
     early = work.is_completed() if fault else True
     if early:
         dist.all_reduce(second)

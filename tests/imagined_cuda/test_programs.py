@@ -34,9 +34,9 @@ def test_a_planted_fault_is_named(program: Any, ranks: int, fault: Fault) -> Non
 def names(finding: Finding, lines: tuple[str, ...], file: str = FILE) -> bool:
     """Whether it names these lines: of its two accesses, or, where ranks called different things, of each rank."""
     said = f"{finding.first} | {finding.second}"
-    if re.search("not the same order|did not end| sends ", finding.text):
+    if re.search("not the same order|did not end", finding.text):
         said = finding.text
-    places = re.split(r" \| |, rank \d+ (?:calls|sends)", said)[-2:]
+    places = re.split(r" \| |, rank \d+ calls", said)[-2:]
     here = re.compile(rf"{re.escape(Path(file).name)}:(\d+)")
     named = [{linecache.getline(file, int(n)) for n in here.findall(place)} for place in places]
     if len(lines) == 1:
