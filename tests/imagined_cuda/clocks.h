@@ -10,6 +10,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -17,6 +18,7 @@
 namespace imagined {
 
 using Clock = std::vector<uint32_t>;  // by stream number
+using Site = const std::string*;  // lines of Python, of Device::sites
 
 inline uint32_t at(const Clock& clock, int stream) {
   return stream < static_cast<int>(clock.size()) ? clock[stream] : 0;
@@ -34,29 +36,23 @@ struct Event {
 };
 
 struct Access {
-  uint64_t low, high;  // simulated addresses
+  uint64_t low, high;  // bytes of a storage
   int stream;
   uint32_t tick;
   bool write;
   std::string op;
-  int site;
+  Site site;
   bool freed = false;  // of an earlier owner of this memory
 };
 
 constexpr size_t kMostAccesses = 256;  // of one block; the oldest go
-
-struct Finding {
-  std::string kind, text;
-  int first, second;  // sites
-  int count = 1;
-};
 
 struct HostAccess {  // of a copy that may still run: host memory that it reads or writes
   char *low, *high;
   int stream;
   uint32_t tick;
   bool write;
-  int site;
+  Site site;
   std::vector<char> arriving;  // what the copy writes, kept back until the host has waited for it
 };
 
@@ -66,21 +62,18 @@ struct Device {
   Clock host;
   uint64_t time = 0;  // grows with every launch and every query
   uint64_t lag = 100;  // the device is so many launches behind the host
-  std::vector<Finding> findings;
-  std::map<std::tuple<std::string, std::string, int, int>, size_t> known;
+  std::map<std::tuple<std::string, std::string, Site, Site>, int> findings;  // (kind, text, two places): how often
   std::map<std::string, int64_t> launches;
   std::vector<HostAccess> host_accesses;
-  std::vector<std::string> sites{"?"};
+  std::set<std::string> sites;
 
   Clock& clock(int stream) {
     if (stream >= static_cast<int>(streams.size())) streams.resize(stream + 1);
     return streams[stream];
   }
 
-  void find(const std::string& kind, const std::string& text, int first, int second) {
-    auto [place, fresh] = known.try_emplace({kind, text, first, second}, findings.size());
-    if (fresh) findings.push_back({kind, text, first, second});
-    else ++findings[place->second].count;
+  void find(const std::string& kind, const std::string& text, Site first, Site second) {
+    ++findings[{kind, text, first, second}];
   }
 
   uint32_t launch(int stream, const std::string& op) {
@@ -117,7 +110,7 @@ struct Device {
     return over;
   }
 
-  void host_touches(char* low, char* high, bool write, const std::string& op, int site) {
+  void host_touches(char* low, char* high, bool write, const std::string& op, Site site) {
     for (auto& one : host_accesses)
       if (low < one.high && one.low < high && (write || one.write))
         find(one.write ? "host reads too early" : "host writes too early",
@@ -126,7 +119,7 @@ struct Device {
 
   // A copy from the host reads memory in which copies to the host still arrive: bytes are there for those that its
   // stream comes after. `shown` false: the copy has read them, and the host must not.
-  void card_reads_host(char* low, char* high, int stream, bool shown, int site) {
+  void card_reads_host(char* low, char* high, int stream, bool shown, Site site) {
     for (auto& one : host_accesses) {
       if (one.arriving.empty() || high <= one.low || one.high <= low) continue;
       if (one.stream != stream && at(clock(stream), one.stream) < one.tick) {

@@ -42,6 +42,8 @@ using c10::Stream;
 using imagined::Block;
 using imagined::device;
 using imagined::memory;
+using imagined::Site;
+using Tensors = std::vector<Tensor>;
 using Lock = std::lock_guard<std::mutex>;
 
 constexpr int kDevices = 8;
@@ -72,10 +74,9 @@ std::atomic<int> streams_made{0};
 // -- where in Python ------------------------------------------------------------------------------------------------
 
 std::vector<std::string> own_files;  // of the imagined device, and Python's own folder: never named as a place
-std::unordered_map<std::string, int> site_numbers;
 struct Code { std::string name; bool skipped; };
 std::unordered_map<PyCodeObject*, Code> codes;
-std::unordered_map<uint64_t, int> forward_sites;  // by thread and autograd's sequence number
+std::unordered_map<uint64_t, Site> forward_sites;  // by thread and autograd's sequence number
 
 const Code& code_of(PyCodeObject* code) {
   auto found = codes.find(code);
@@ -112,21 +113,19 @@ std::string python_lines() {
   return found;
 }
 
-// Those lines, or the forward's of a backward's operator, by their number.
-int site() {
+// Those lines, or the forward's of a backward's operator.
+Site site() {
   auto node = torch::autograd::get_current_node();
   std::string found = python_lines();
-  bool of_forward = node && found.empty();
-  if (of_forward) found = "backward (" + node->name() + ") of ";
   Lock hold(device().mutex);
-  auto& sites = device().sites;
-  if (of_forward) found += sites[forward_sites[node->thread_id() << 40 | node->sequence_nr()]];
-  if (found.empty()) found = "?";
-  auto [place, fresh] = site_numbers.try_emplace(found, sites.size());
-  if (fresh) sites.push_back(found);
+  if (node && found.empty()) {
+    Site of = forward_sites[node->thread_id() << 40 | node->sequence_nr()];
+    found = "backward (" + node->name() + ") of " + (of ? *of : "?");
+  }
+  Site place = &*device().sites.insert(found.empty() ? "?" : found).first;
   if (!node && at::GradMode::is_enabled())
-    forward_sites[at::RecordFunction::currentThreadId() << 40 | (at::sequence_number::peek() - 1)] = place->second;
-  return place->second;
+    forward_sites[at::RecordFunction::currentThreadId() << 40 | (at::sequence_number::peek() - 1)] = place;
+  return place;
 }
 
 // -- memory ---------------------------------------------------------------------------------------------------------
@@ -144,7 +143,7 @@ struct DeviceAllocator final : c10::Allocator {
     Lock hold(device().mutex);
     auto* block = memory().allocate(bytes, stream_now(current));
     TORCH_CHECK_WITH(OutOfMemoryError, block, "CUDA out of memory (imagined). Tried to allocate ", bytes, " bytes; ",
-                     memory().allocated, " of ", memory().capacity, " are in use");
+                     memory().reserved, " of ", memory().capacity, " are in use");
     return {block->host, block, &give_back, home};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
@@ -189,7 +188,7 @@ imagined::Clock clock_of(int stream) {
   return device().clock(stream);
 }
 
-void host_waits(const std::string& what, int where, const imagined::Clock& until) {
+void host_waits(const std::string& what, Site where, const imagined::Clock& until) {
   Lock hold(device().mutex);
   device().find("host wait", what, where, where);
   device().host_waits(until);
@@ -287,11 +286,9 @@ std::pair<char*, char*> bytes_of(const Tensor& t) {
 bool lies_on_host(const Tensor& t) { return t.defined() && t.device().is_cpu() && t.has_storage() && t.numel(); }
 
 // One launch: its reads and writes.
-using Tensors = std::vector<Tensor>;
-
-void launch(const std::string& op, DeviceIndex index, const Tensors& reads, const Tensors& writes) {
+void launch(const std::string& op, int index, const Tensors& reads, const Tensors& writes) {
   check_process();
-  int where = site();
+  Site where = site();
   Lock hold(device().mutex);
   int stream = stream_now(index);
   auto tick = device().launch(stream, op);
@@ -301,7 +298,7 @@ void launch(const std::string& op, DeviceIndex index, const Tensors& reads, cons
       auto* block = block_of(t.storage().data_ptr());
       if (!block) continue;
       auto [first, last] = reach(t);
-      device().touch(block->accesses, {block->low + first, block->low + last, stream, tick, write, op, where});
+      device().touch(block->accesses, {first, last, stream, tick, write, op, where});
     }
 }
 
@@ -466,10 +463,22 @@ struct Call {
   }
 };
 
-std::vector<Tensor> tensors_in(const IValue& value) {
-  std::vector<Tensor> all;
+Tensors tensors_in(const IValue& value) {
+  Tensors all;
   Call::each(value, [&](const Tensor& t) { all.push_back(t); return t; });
   return all;
+}
+
+// What an operator reads and what it writes of its arguments, the last ones of the stack.
+std::pair<Tensors, Tensors> accesses(const c10::FunctionSchema& schema, torch::jit::Stack& stack) {
+  Tensors reads, writes;
+  auto argument = stack.end() - schema.arguments().size();
+  for (auto& parameter : schema.arguments()) {
+    auto& into = parameter.alias_info() && parameter.alias_info()->isWrite() ? writes : reads;
+    for (auto& t : tensors_in(*argument++))
+      if (t.defined()) into.push_back(t);
+  }
+  return {reads, writes};
 }
 
 // -- operators ------------------------------------------------------------------------------------------------------
@@ -481,7 +490,8 @@ const std::map<std::string, std::string> kWaits{
     {"aten::unique_consecutive", "unique"}, {"aten::bincount", "bincount"},
     {"aten::repeat_interleave", "repeat_interleave without output_size"}};
 // These launch nothing.
-const std::set<std::string> kNoLaunch{"aten::resize_", "aten::is_set_to", "aten::_has_same_storage_numel"};
+const std::set<std::string> kNoLaunch{"aten::empty", "aten::empty_strided", "aten::resize_", "aten::is_set_to",
+                                      "aten::_has_same_storage_numel"};
 
 bool by_mask(const std::string& name, const std::vector<IValue>& arguments) {
   if (name.rfind("aten::index", 0) != 0 && name.rfind("aten::_index_put", 0) != 0) return false;
@@ -500,15 +510,13 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::string name = schema.name();
   size_t begin = stack->size() - parameters.size();
   std::vector<IValue> arguments(stack->begin() + begin, stack->end());
-  std::vector<Tensor> reads, writes;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    auto* alias = parameters[i].alias_info();
-    for (auto& t : tensors_in(arguments[i])) (alias && alias->isWrite() ? writes : reads).push_back(t);
-  }
+  auto [reads, writes] = accesses(schema, *stack);
   DeviceIndex index = current;
+  for (auto& one : arguments)
+    if (one.isDevice() && one.toDevice().has_index()) index = one.toDevice().index();
   for (auto* all : {&writes, &reads})
     for (auto& t : *all)
-      if (t.defined() && t.is_cuda()) index = t.device().index();
+      if (t.is_cuda()) index = t.device().index();
   c10::DeviceGuard guard(c10::Device(DeviceType::CUDA, index));
 
   Call call;
@@ -527,7 +535,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   bool masked = by_mask(name, arguments);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   drawing.reset();
-  std::vector<Tensor> results;
+  Tensors results;
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
     auto& slot = (*stack)[i];
     slot = Call::each(slot, [&](const Tensor& t) { return call.back(t); });
@@ -550,7 +558,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   auto reading = [&](bool shown) {
     if (!lies_on_host(source) || device().host_accesses.empty()) return;
     auto [low, high] = bytes_of(source);
-    int where = site();
+    Site where = site();
     Lock hold(device().mutex);
     device().card_reads_host(low, high, stream_now(card.device().index()), shown, where);
   };
@@ -565,7 +573,8 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   bool arrives = !self.is_cuda();
   const char* what = arrives ? "copy to the host" : "copy from the host";
   auto& there = arrives ? self : source;
-  int where = site(), stream = stream_now(card.device().index());
+  Site where = site();
+  int stream = stream_now(card.device().index());
   bool is_pinned = there.numel() && PinnedAllocator::holds(there.data_ptr());
   if (!is_pinned && there.numel()) {
     Lock hold(device().mutex);
@@ -587,48 +596,29 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   return self;
 }
 
-Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-             std::optional<c10::Device> where, std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  c10::OptionalDeviceGuard guard(where);
-  auto keys = c10::DispatchKeySet(c10::DispatchKey::CUDA);
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator, keys, dtype.value_or(at::kFloat), format);
-}
-
-Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
-                     std::optional<at::Layout>, std::optional<c10::Device> where, std::optional<bool>) {
-  c10::OptionalDeviceGuard guard(where);
-  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator,
-                                           c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype.value_or(at::kFloat));
-}
-
 void record_stream(Tensor& self, Stream stream) {
   if (self.has_storage()) Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
 
-// Operators on host tensors alone, while copies may still read or write host memory.
+void host_touches(const Tensor& t, const std::string& op, bool write) {
+  if (!lies_on_host(t) || device().host_accesses.empty()) return;
+  auto [low, high] = bytes_of(t);
+  Site where = site();
+  Lock hold(device().mutex);
+  device().host_touches(low, high, write, op, where);
+}
+
+// Operators on host tensors alone, while copies may still read or write host memory. Views touch nothing.
 void host_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard once(c10::DispatchKey::TESTING_ONLY_GenericMode);
-  auto& parameters = op.schema().arguments();
-  bool pending = !device().host_accesses.empty(), alias_returned = false;
-  for (auto& one : op.schema().returns()) alias_returned |= one.alias_info() && !one.alias_info()->isWrite();
-  if (pending && !alias_returned) {
-    size_t begin = stack->size() - parameters.size();
-    std::vector<std::pair<Tensor, bool>> touched;
-    bool on_card = false;
-    for (size_t i = 0; i < parameters.size(); ++i)
-      for (auto& t : tensors_in((*stack)[begin + i])) {
-        on_card |= t.defined() && t.is_cuda();
-        if (lies_on_host(t))
-          touched.emplace_back(t, parameters[i].alias_info() && parameters[i].alias_info()->isWrite());
-      }
-    if (!on_card && !touched.empty()) {
-      int where = site();
-      Lock hold(device().mutex);
-      for (auto& [t, write] : touched) {
-        auto [low, high] = bytes_of(t);
-        device().host_touches(low, high, write, op.schema().name(), where);
-      }
-    }
+  auto& schema = op.schema();
+  auto views = [](auto& one) { return one.alias_info() && !one.alias_info()->isWrite(); };
+  if (!device().host_accesses.empty() && std::none_of(schema.returns().begin(), schema.returns().end(), views)) {
+    auto [reads, writes] = accesses(schema, *stack);
+    auto on_card = [](auto& t) { return t.is_cuda(); };
+    bool host = std::none_of(reads.begin(), reads.end(), on_card) && std::none_of(writes.begin(), writes.end(), on_card);
+    for (auto& t : reads) if (host) host_touches(t, schema.name(), false);
+    for (auto& t : writes) if (host) host_touches(t, schema.name(), true);
   }
   op.callBoxed(stack);
 }
@@ -638,21 +628,11 @@ namespace at {
 struct CUDAHooks final : CUDAHooksInterface {  // torch looks for this name
   CUDAHooks(CUDAHooksArgs) {}
   bool hasCUDA() const override { return true; }
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   void init() const override {}
-  DeviceIndex deviceCount() const override { return visible; }
-  int getNumGPUs() const override { return visible; }
-  DeviceIndex current_device() const override { return current; }
-  DeviceIndex getCurrentDevice() const override { return current; }
-  void setCurrentDevice(DeviceIndex d) const override { Guard().setDevice(c10::Device(DeviceType::CUDA, d)); }
-  DeviceIndex exchangeDevice(DeviceIndex d) const override { return std::exchange(current, d); }
-  DeviceIndex maybeExchangeDevice(DeviceIndex d) const override { return std::exchange(current, d); }
+  bool isAvailable() const override { return true; }
   bool isPinnedPtr(const void* p) const override { return PinnedAllocator::holds(p); }
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
-  Allocator* getCUDADeviceAllocator() const override { return &allocator; }
-  void deviceSynchronize(DeviceIndex d) const override { Guard().synchronizeDevice(d); }
   const Generator& getDefaultGenerator(DeviceIndex d) const override { return generator_of(d); }
   Generator getNewGenerator(DeviceIndex d) const override {
     return at::make_generator<CardGenerator>(d < 0 ? current : d);
@@ -684,8 +664,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
       m.impl((op.name + (op.overload_name.empty() ? "" : "." + op.overload_name)).c_str(),
              torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("copy_", copy_);
-  m.impl("empty.memory_format", empty);
-  m.impl("empty_strided", empty_strided);
   m.impl("set_.source_Storage", at::native::set_);
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", at::native::set_tensor_);
@@ -709,20 +687,13 @@ Tensor host_alias(const Tensor& t) {
   return tensor_in(std::move(storage), c10::DispatchKey::CPU, t);
 }
 
-void host_read(const Tensor& t, const std::string& op) {
-  if (!lies_on_host(t) || device().host_accesses.empty()) return;
-  auto [low, high] = bytes_of(t);
-  int where = site();
+std::vector<std::tuple<std::string, std::string, std::string, std::string, int>> findings() {
   Lock hold(device().mutex);
-  device().host_touches(low, high, false, op, where);
-}
-
-pybind11::list findings() {
-  Lock hold(device().mutex);
-  pybind11::list all;
-  auto& sites = device().sites;
-  for (auto& one : device().findings)
-    all.append(pybind11::make_tuple(one.kind, one.text, sites[one.first], sites[one.second], one.count));
+  decltype(findings()) all;
+  for (auto& [what, count] : device().findings) {
+    auto& [kind, text, first, second] = what;
+    all.emplace_back(kind, text, *first, *second, count);
+  }
   return all;
 }
 
@@ -735,33 +706,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("resize_storage", &resize_storage);
   m.def("host_alias", &host_alias);
-  m.def("host_read", &host_read);
-  m.def("launch", [](const std::string& op, std::vector<Tensor> reads, std::vector<Tensor> writes, int index) {
-    launch(op, index, reads, writes);
-  });
+  m.def("host_read", [](const Tensor& t, const std::string& op) { host_touches(t, op, false); });
+  m.def("launch", &launch);
   m.def("find", [](const std::string& kind, const std::string& text) {
-    int where = site();
+    Site where = site();
     Lock hold(device().mutex);
     device().find(kind, text, where, where);
   });
-  m.def("site", [] { int where = site(); Lock hold(device().mutex); return device().sites[where]; });
+  m.def("site", [] { return *site(); });
   m.def("findings", &findings);
   m.def("launches", [] { Lock hold(device().mutex); return device().launches; });
   m.def("memory", [] {
     Lock hold(device().mutex);
     auto& now = memory();
     return std::map<std::string, int64_t>{
-        {"allocated", now.allocated}, {"peak", now.peak}, {"reserved", now.reserved},
-        {"peak_reserved", now.peak_reserved}, {"allocations", now.allocations}, {"capacity", now.capacity}};
+        {"allocated", now.allocated}, {"peak", now.peak}, {"reserved", now.reserved}, {"capacity", now.capacity}};
   });
-  m.def("reset_peak", [] {
-    Lock hold(device().mutex);
-    memory().peak = memory().allocated;
-    memory().peak_reserved = memory().reserved;
-  });
-  m.def("launches_between", [](intptr_t a, intptr_t b) {  // two events
-    return int64_t(reinterpret_cast<imagined::Event*>(b)->when - reinterpret_cast<imagined::Event*>(a)->when);
-  });
+  m.def("reset_peak", [] { Lock hold(device().mutex); memory().peak = memory().allocated; });
   m.def("generator", &generator_of);
   m.def("own_cards", [](int cards) { owner = getpid(), visible = cards; });
   m.def("is_forked", &is_forked);

@@ -93,44 +93,23 @@ def _python_side() -> None:
     before_synchronize: list[Any] = []
 
     class StreamBase(torch.Stream):
-        def __new__(cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 0, **_: Any):
-            if stream_id or device_index or device_type:
-                place = {"stream_id": stream_id, "device_index": device_index, "device_type": device_type}
+        cuda_stream = property(lambda self: self.stream_id)
+
+        def __new__(cls, priority: int = 0, **place: int):
+            if any(place.values()):
                 return super().__new__(cls, **place)
             return super().__new__(cls, device=torch.device("cuda", cuda.current_device()), priority=priority)
 
-        @property
-        def cuda_stream(self) -> int:
-            return self.stream_id
-
     class EventBase(torch.Event):
+        cuda_event = property(lambda self: self.event_id)
+
         def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: Any):
-            made = super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
-            made.recorded, made.is_timed = False, enable_timing
-            return made
+            return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
 
-        @property
-        def cuda_event(self) -> int:
-            return self.event_id
-
-        def record(self, stream: Any = None) -> None:
-            self.recorded = True
-            super().record(stream or cuda.current_stream())
-
-        def wait(self, stream: Any = None) -> None:
-            if not self.recorded:
+        def wait(self, stream: Any) -> None:
+            if not self.event_id:
                 lib.find("event never recorded", "a stream waits for an event that nobody has recorded")
-            super().wait(stream or cuda.current_stream())
-
-        def elapsed_time(self, end: Any) -> float:
-            """In milliseconds, as if a launch took a microsecond."""
-            if not (self.is_timed and end.is_timed):
-                raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-            if not (self.recorded and end.recorded):
-                raise ValueError("Both events must be recorded before calculating elapsed time.")
-            if not (self.query() and end.query()):
-                raise RuntimeError("Both events must be completed before calculating elapsed time.")
-            return lib.launches_between(self.event_id, end.event_id) / 1000
+            super().wait(stream)
 
     torch._C._CudaStreamBase, torch._C._CudaEventBase = StreamBase, EventBase
     spec: Any = importlib.util.find_spec("torch.cuda.streams")
@@ -178,7 +157,7 @@ def _python_side() -> None:
             "default_generators": tuple(map(lib.generator, range(CARDS))),
             "is_current_stream_capturing": lambda: False,
             "_exchange_device": torch._C._accelerator_exchangeDevice,
-            "_maybe_exchange_device": torch._C._accelerator_maybeExchangeDevice,
+            "_maybe_exchange_device": torch._C._accelerator_exchangeDevice,
             "device_count": lib.visible_cards,
             "current_device": accelerator.current_device_index,
             "synchronize": synchronize,
@@ -187,7 +166,6 @@ def _python_side() -> None:
             "memory_allocated": lambda device=None: lib.memory()["allocated"],
             "max_memory_allocated": lambda device=None: lib.memory()["peak"],
             "memory_reserved": lambda device=None: lib.memory()["reserved"],
-            "max_memory_reserved": lambda device=None: lib.memory()["peak_reserved"],
             "reset_peak_memory_stats": lambda device=None: lib.reset_peak(),
             "mem_get_info": mem_get_info,
             "empty_cache": lambda: None,
