@@ -88,7 +88,7 @@ class Communicator:
             self.stream.wait_stream(stream)
             stream = self.stream
         with torch.cuda.stream(stream):
-            device.lib.launch(f"nccl:{work.op}", stream.device_index, work.reads, work.writes)
+            device.lib.launch(f"nccl:{work.op}", work.reads, work.writes)
         work.event = stream.record_event()
         for t in work.writes:
             _bytes(device.lib.host_alias(t)).fill_(255)

@@ -41,6 +41,7 @@ using c10::Storage;
 using c10::Stream;
 using imagined::Block;
 using imagined::device;
+using imagined::kHost;
 using imagined::memory;
 using imagined::Site;
 using Tensors = std::vector<Tensor>;
@@ -48,7 +49,7 @@ using Lock = std::lock_guard<std::mutex>;
 
 constexpr int kDevices = 8;
 thread_local DeviceIndex current = 0;
-thread_local int current_stream[kDevices] = {};
+thread_local int current_stream = 0;  // torch's number, of whichever card: a process uses one
 int visible = kDevices;  // cards that this process sees
 pid_t owner = 0;  // the process that has begun to use them: a fork of it cannot
 
@@ -65,11 +66,9 @@ void check_card(DeviceIndex index) {
   throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 101, text);
 }
 
-// A stream's number among all: the default streams of the devices come first. torch's id of a default stream is 0.
-int number_of(DeviceIndex index, c10::StreamId id) { return id == 0 ? index : static_cast<int>(id) + kDevices - 1; }
-int number_of(const Stream& s) { return number_of(s.device_index(), s.id()); }
-int stream_now(DeviceIndex index) { return number_of(index, current_stream[index]); }
 std::atomic<int> streams_made{0};
+int number_of(const Stream& s) { return static_cast<int>(s.id()) + 1; }  // 0 is the host
+int stream_now() { return current_stream + 1; }
 
 // -- where in Python ------------------------------------------------------------------------------------------------
 
@@ -141,7 +140,7 @@ struct DeviceAllocator final : c10::Allocator {
     c10::Device home(DeviceType::CUDA, current);
     if (!bytes) return {nullptr, nullptr, &c10::detail::deleteNothing, home};
     Lock hold(device().mutex);
-    auto* block = memory().allocate(bytes, stream_now(current));
+    auto* block = memory().allocate(bytes, stream_now());
     TORCH_CHECK_WITH(OutOfMemoryError, block, "CUDA out of memory (imagined). Tried to allocate ", bytes, " bytes; ",
                      memory().reserved, " of ", memory().capacity, " are in use");
     return {block->host, block, &give_back, home};
@@ -149,37 +148,35 @@ struct DeviceAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
 } allocator;
 
-std::map<char*, size_t> pinned;  // under the device's mutex
-
 struct PinnedAllocator final : c10::Allocator {
+  inline static std::map<const void*, Block*> blocks;  // by their first byte; under the device's mutex
   c10::DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(DeviceType::CPU)};
     auto* data = static_cast<char*>(aligned_alloc(64, (bytes + 63) / 64 * 64));
     Lock hold(device().mutex);
-    pinned[data] = bytes;
-    return {data, data, &release, c10::Device(DeviceType::CPU)};
+    auto* block = blocks[data] = new Block{static_cast<int64_t>(bytes), kHost, data};
+    return {data, block, &release, c10::Device(DeviceType::CPU)};
   }
-  static void release(void* data) {
+  static void release(void* context) {
     Lock hold(device().mutex);
-    auto one = pinned.find(static_cast<char*>(data));
-    device().forget_host(one->first, one->first + one->second);
-    pinned.erase(one);
-    free(data);
+    auto* block = static_cast<Block*>(context);
+    std::erase_if(device().arriving, [&](auto& one) { return find(one.low) == block; });
+    blocks.erase(block->host);
+    ::free(block->host);
+    delete block;
+  }
+  static Block* find(const void* pointer) {
+    auto after = blocks.upper_bound(pointer);
+    if (after == blocks.begin()) return nullptr;
+    auto* block = (--after)->second;
+    return pointer < block->host + block->size ? block : nullptr;
   }
   static bool holds(const void* pointer) {
     Lock hold(device().mutex);
-    auto* data = static_cast<char*>(const_cast<void*>(pointer));
-    auto after = pinned.upper_bound(data);
-    if (after == pinned.begin()) return false;
-    --after;
-    return data < after->first + after->second;
+    return find(pointer);
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
 } pinned_allocator;
-
-Block* block_of(const c10::DataPtr& data) {
-  return data.get_deleter() == &give_back ? static_cast<Block*>(data.get_context()) : nullptr;
-}
 
 // -- streams, events and the current device -------------------------------------------------------------------------
 
@@ -191,7 +188,7 @@ imagined::Clock clock_of(int stream) {
 void host_waits(const std::string& what, Site where, const imagined::Clock& until) {
   Lock hold(device().mutex);
   device().find("host wait", what, where, where);
-  device().host_waits(until);
+  device().wait(kHost, until);
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -208,23 +205,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void uncheckedSetDevice(c10::Device d) const noexcept override { if (d.has_index()) current = d.index(); }
   DeviceIndex deviceCount() const noexcept override { return visible; }
-  DeviceIndex index_of(c10::Device d) const { return d.has_index() ? d.index() : current; }
-  Stream stream(DeviceIndex index, int id) const {
-    return Stream(Stream::UNSAFE, c10::Device(DeviceType::CUDA, index), id);
+  Stream stream(c10::Device d, int id) const {
+    return Stream(Stream::UNSAFE, c10::Device(DeviceType::CUDA, d.has_index() ? d.index() : current), id);
   }
-  Stream getStream(c10::Device d) const override {
-    return stream(index_of(d), current_stream[index_of(d)]);
-  }
-  Stream getDefaultStream(c10::Device d) const override { return stream(index_of(d), 0); }
+  Stream getStream(c10::Device d) const override { return stream(d, current_stream); }
+  Stream getDefaultStream(c10::Device d) const override { return stream(d, 0); }
   Stream getNewStream(c10::Device d, int) const override {
     check_process();
-    return stream(index_of(d), ++streams_made);
+    return stream(d, ++streams_made);
   }
   Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return getNewStream(d, 0); }
   Stream exchangeStream(Stream s) const override {
-    Stream before = getStream(s.device());
-    current_stream[s.device_index()] = static_cast<int>(s.id());
-    return before;
+    return stream(s.device(), std::exchange(current_stream, static_cast<int>(s.id())));
   }
   void record(void** event, const Stream& s, const DeviceIndex, const c10::EventFlag) const override {
     if (!*event) *event = new imagined::Event;
@@ -256,50 +248,58 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(const DeviceIndex) const override {
     imagined::Clock all;
-    for (int stream = 0; stream < kDevices + streams_made; ++stream) imagined::merge(all, clock_of(stream));
+    for (int stream = kHost; stream <= streams_made + 1; ++stream) imagined::merge(all, clock_of(stream));
     host_waits("torch.cuda.synchronize", site(), all);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const override {
     Lock hold(device().mutex);
-    auto* block = block_of(data);
-    if (block && number_of(s) != block->stream) block->recorded.push_back(number_of(s));
+    if (data.get_deleter() != &give_back) return;
+    auto* block = static_cast<Block*>(data.get_context());
+    if (number_of(s) != block->stream) block->recorded.push_back(number_of(s));
   }
 };
 
 // -- launches -------------------------------------------------------------------------------------------------------
 
-// The first and the last byte that a tensor reaches, from the beginning of its storage.
-std::pair<uint64_t, uint64_t> reach(const Tensor& t) {
-  uint64_t last = 0;
-  for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-  uint64_t first = t.storage_offset() * t.element_size();
-  return {first, first + (last + 1) * t.element_size()};
-}
-
-// In the host's memory.
+// The host's addresses that a tensor reaches.
 std::pair<char*, char*> bytes_of(const Tensor& t) {
-  auto [first, last] = reach(t);
-  auto* data = static_cast<char*>(t.storage().mutable_data());
-  return {data + first, data + last};
+  int64_t last = 0, size = t.element_size();
+  for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+  auto* low = static_cast<char*>(t.storage().mutable_data()) + t.storage_offset() * size;
+  return {low, low + (last + 1) * size};
 }
 
-bool lies_on_host(const Tensor& t) { return t.defined() && t.device().is_cpu() && t.has_storage() && t.numel(); }
+// Of memory that a card can use: its own and the host's pinned one. Under the device's mutex, as `access`.
+Block* block_of(const Tensor& t) {
+  if (!t.defined() || !t.has_storage() || !t.numel()) return nullptr;
+  auto& data = t.storage().data_ptr();
+  if (data.get_deleter() == &give_back) return static_cast<Block*>(data.get_context());
+  return t.is_cpu() ? PinnedAllocator::find(data.get()) : nullptr;
+}
+
+void access(const Tensor& t, const std::string& op, int stream, uint32_t tick, bool write, Site where) {
+  auto* block = block_of(t);
+  if (!block) return;
+  auto [low, high] = bytes_of(t);
+  device().touch(block->accesses, {low - block->host, high - block->host, stream, tick, write, op, where});
+}
 
 // One launch: its reads and writes.
-void launch(const std::string& op, int index, const Tensors& reads, const Tensors& writes) {
+void launch(const std::string& op, const Tensors& reads, const Tensors& writes) {
   check_process();
   Site where = site();
   Lock hold(device().mutex);
-  int stream = stream_now(index);
-  auto tick = device().launch(stream, op);
-  for (bool write : {false, true})
-    for (auto& t : write ? writes : reads) {
-      if (!t.defined() || !t.is_cuda() || t.numel() == 0 || !t.has_storage()) continue;
-      auto* block = block_of(t.storage().data_ptr());
-      if (!block) continue;
-      auto [first, last] = reach(t);
-      device().touch(block->accesses, {first, last, stream, tick, write, op, where});
-    }
+  auto tick = device().launch(stream_now(), op);
+  for (auto& t : reads) access(t, op, stream_now(), tick, false, where);
+  for (auto& t : writes) access(t, op, stream_now(), tick, true, where);
+}
+
+// The host reads or writes by itself.
+void host_touches(const Tensor& t, const std::string& op, bool write) {
+  if (!t.is_cpu() || !t.has_storage() || !PinnedAllocator::holds(t.storage().data())) return;
+  Site where = site();
+  Lock hold(device().mutex);
+  access(t, op, kHost, 0, write, where);
 }
 
 // -- random numbers -------------------------------------------------------------------------------------------------
@@ -544,54 +544,47 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   bool view = writes.empty() && !call.fresh && !results.empty();
   if (view || kNoLaunch.count(name)) return;
   if (writes.empty()) writes = results;
-  launch(name, index, reads, writes);
-  auto until = clock_of(stream_now(index));
+  launch(name, reads, writes);
+  auto until = clock_of(stream_now());
   if (waits != kWaits.end()) host_waits(waits->second, site(), until);
   if (masked) host_waits("an index by a mask", site(), until);
 }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
-  auto& card = self.is_cuda() ? self : source;
-  c10::DeviceGuard guard(card.device());
+  bool arrives = !self.is_cuda(), leaves = !source.is_cuda();
+  auto& there = arrives ? self : source;  // on the host, unless both lie on cards
+  c10::DeviceGuard guard((arrives ? source : self).device());
   Call call;
   auto to = call.host(self), from = call.host(source);
-  auto reading = [&](bool shown) {
-    if (!lies_on_host(source) || device().host_accesses.empty()) return;
-    auto [low, high] = bytes_of(source);
-    Site where = site();
+  auto show = [&](bool shown) {
     Lock hold(device().mutex);
-    device().card_reads_host(low, high, stream_now(card.device().index()), shown, where);
+    if (!leaves || device().arriving.empty() || !source.numel()) return;
+    auto [low, high] = bytes_of(source);
+    device().show(low, high, stream_now(), shown);
   };
-  reading(true);
+  show(true);
   {
     c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::CUDA);
     at::native::copy_(to, from, non_blocking);
   }
-  reading(false);
-  launch("aten::copy_", card.device().index(), {source}, {self});
-  if (self.is_cuda() && source.is_cuda()) return self;
-  bool arrives = !self.is_cuda();
+  show(false);
+  launch("aten::copy_", {source}, {self});
+  if (!arrives && !leaves) return self;
   const char* what = arrives ? "copy to the host" : "copy from the host";
-  auto& there = arrives ? self : source;
   Site where = site();
-  int stream = stream_now(card.device().index());
-  bool is_pinned = there.numel() && PinnedAllocator::holds(there.data_ptr());
-  if (!is_pinned && there.numel()) {
+  bool is_pinned = !there.numel() || PinnedAllocator::holds(there.data_ptr());
+  if (!is_pinned) {
     Lock hold(device().mutex);
     device().find("pageable copy", std::string(what) + (non_blocking ? ", said to be non_blocking" : ""), where, where);
   }
   if (!non_blocking || (!is_pinned && arrives)) {
-    host_waits(what, where, clock_of(stream));
-  } else if (is_pinned) {
+    host_waits(what, where, clock_of(stream_now()));
+  } else if (arrives && there.numel() && there.is_contiguous()) {
     auto [low, high] = bytes_of(there);
-    imagined::HostAccess access{low, high, stream, 0, arrives, where};
     Lock hold(device().mutex);
-    access.tick = imagined::at(device().clock(stream), stream);
-    if (arrives && there.is_contiguous()) {
-      access.arriving.assign(low, high);
-      memset(low, 0xff, high - low);
-    }
-    device().host_accesses.push_back(std::move(access));
+    auto tick = imagined::at(device().clock(stream_now()), stream_now());
+    device().arriving.push_back({low, {low, high}, stream_now(), tick});
+    memset(low, 0xff, high - low);
   }
   return self;
 }
@@ -600,26 +593,20 @@ void record_stream(Tensor& self, Stream stream) {
   if (self.has_storage()) Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
 
-void host_touches(const Tensor& t, const std::string& op, bool write) {
-  if (!lies_on_host(t) || device().host_accesses.empty()) return;
-  auto [low, high] = bytes_of(t);
-  Site where = site();
-  Lock hold(device().mutex);
-  device().host_touches(low, high, write, op, where);
-}
-
-// Operators on host tensors alone, while copies may still read or write host memory. Views touch nothing.
+// Operators on host tensors alone; what they see of pinned memory, while copies may still read or write it. Views touch
+// nothing.
 void host_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard once(c10::DispatchKey::TESTING_ONLY_GenericMode);
+  if (PinnedAllocator::blocks.empty()) return op.callBoxed(stack);
   auto& schema = op.schema();
-  auto views = [](auto& one) { return one.alias_info() && !one.alias_info()->isWrite(); };
-  if (!device().host_accesses.empty() && std::none_of(schema.returns().begin(), schema.returns().end(), views)) {
-    auto [reads, writes] = accesses(schema, *stack);
-    auto on_card = [](auto& t) { return t.is_cuda(); };
-    bool host = std::none_of(reads.begin(), reads.end(), on_card) && std::none_of(writes.begin(), writes.end(), on_card);
-    for (auto& t : reads) if (host) host_touches(t, schema.name(), false);
-    for (auto& t : writes) if (host) host_touches(t, schema.name(), true);
-  }
+  bool touches = true;
+  for (auto& one : schema.returns()) touches = touches && !(one.alias_info() && !one.alias_info()->isWrite());
+  auto [reads, writes] = accesses(schema, *stack);
+  for (auto* all : {&reads, &writes})
+    for (auto& t : *all) touches = touches && !t.is_cuda();
+  for (auto* all : {&reads, &writes})
+    for (auto& t : *all)
+      if (touches) host_touches(t, schema.name(), all == &writes);
   op.callBoxed(stack);
 }
 }  // namespace

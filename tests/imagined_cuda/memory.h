@@ -12,7 +12,7 @@ namespace imagined {
 struct Block {
   int64_t size;
   int stream;
-  void* host;  // where the values lie
+  char* host;  // where the values lie
   std::vector<Access> accesses;
   std::vector<int> recorded;  // streams other than its own that use it
 };
@@ -30,11 +30,11 @@ struct Memory {
     if (allocations++ == fail_at) return nullptr;
     if (reserved + size > capacity) {  // as PyTorch, which then waits for what it has kept back
       for (auto& [block, events] : kept_back)
-        for (auto& event : events) device().host_waits(event.clock);
+        for (auto& event : events) device().wait(kHost, event.clock);
       release();
     }
     if (reserved + size > capacity) return nullptr;
-    auto* block = new Block{size, stream, aligned_alloc(64, size)};
+    auto* block = new Block{size, stream, static_cast<char*>(aligned_alloc(64, size))};
     if (!block->host) throw std::bad_alloc();
     for (auto& [by, access] : freed[stream]) block->accesses.push_back(access);
     for (auto& access : block->accesses) access.high = bytes;

@@ -175,7 +175,7 @@ def nothing_that_the_host_waits_for(fault: str) -> None:
 
 @program(
     1,
-    fault("race", "fetched elsewhere", "a copy to the host writes", "host.copy_(ones()", 'host.to("cuda"'),
+    fault("race", "fetched elsewhere", "aten::copy_ writes on stream", "host.copy_(ones()", 'host.to("cuda"'),
     fault("host reads too early", "read", "aten::sum", "host.copy_(ones()", "float(host.sum())"),
     fault("host writes too early", "refilled", "aten::fill_", "host.to(", "host.fill_(2)"),
 )
