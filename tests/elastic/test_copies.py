@@ -12,7 +12,6 @@ import torch
 
 from isograd.checkpoint import CheckpointManager
 from isograd.checkpoint.write import SaveJob, finish
-from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
 from isograd.comm.record import recording
 from isograd.elastic.copies import Copies, joined, offers, write
@@ -80,7 +79,7 @@ def steps(layout: str, name: str, machines: bool, folder: Path, partner: bool = 
     offered = [(offer.step, offer.of) for offer in offers(name)]
     if mesh.rank == 0:
         (folder / "step").mkdir(parents=True)
-    raw.all_max(torch.zeros(1), mesh.group("world"))
+    all_gather_object(None, mesh)
     world = mine._mine.world
     heads = all_gather_object(write(world, 4, [mesh.rank], folder, folder / "step"), mesh)
     for head in heads:  # JSON made its numbers words
@@ -90,7 +89,7 @@ def steps(layout: str, name: str, machines: bool, folder: Path, partner: bool = 
             SaveJob(folder, folder / "step", 4, 0, len(heads), joined(heads), (), {}, 1, None, lambda _: None),
             lambda: None,
         )
-    raw.all_max(torch.zeros(1), mesh.group("world"))
+    all_gather_object(None, mesh)
     before = _sums(engine)
     with CheckpointManager(folder, engine) as keeper:
         assert keeper.load() is not None

@@ -49,7 +49,7 @@ using Lock = std::lock_guard<std::mutex>;
 
 constexpr int kDevices = 8;
 thread_local DeviceIndex current = 0;
-thread_local int current_stream = 0;  // torch's number, of whichever card: a process uses one
+thread_local int current_stream = 0;  // torch's number of it, on whatever card: a process uses one
 int visible = kDevices;  // cards that this process sees
 pid_t owner = 0;  // the process that has begun to use them: a fork of it cannot
 
@@ -320,9 +320,7 @@ struct CardGenerator final : c10::GeneratorImpl {
     return state[0];
   }
   void set_state(const c10::TensorImpl& from) override {
-    TORCH_CHECK(from.device().is_cpu() && from.dtype() == caffe2::TypeMeta::Make<uint8_t>() && from.is_contiguous(),
-                "RNG state must be a torch.ByteTensor");
-    TORCH_CHECK(from.numel() == sizeof state, "RNG state is wrong size");
+    TORCH_CHECK(from.device().is_cpu() && from.numel() * from.itemsize() == sizeof state, "RNG state is wrong size");
     memcpy(state, from.data(), sizeof state);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
@@ -392,25 +390,26 @@ void renew(c10::StorageImpl* storage, size_t bytes, const void* from, size_t hel
   storage->set_nbytes(bytes);
 }
 
+void let_go(void* storage) { delete static_cast<Storage*>(storage); }
+
+// On the host, in the memory of a card's storage, which it keeps.
+Storage alias_of(const Storage& storage) {
+  c10::DataPtr data(storage.mutable_data(), new Storage(storage), &let_go, c10::Device(DeviceType::CPU));
+  return storage_of(storage.nbytes(), std::move(data), c10::GetAllocator(DeviceType::CPU));
+}
+
 struct Call {
-  std::unordered_map<c10::StorageImpl*, Storage> to_host;  // device storage -> its alias
-  std::unordered_map<c10::StorageImpl*, Storage> to_device;  // alias -> device storage
-  std::unordered_map<c10::TensorImpl*, Tensor> stands_for;  // host tensor -> the device tensor that it was made of
-  std::unordered_set<c10::StorageImpl*> trained;  // of tensors that were not made under inference_mode
+  std::unordered_map<c10::StorageImpl*, Storage> aliases;  // by the card's storage
+  std::unordered_map<c10::TensorImpl*, Tensor> stands_for;  // host tensor -> the card's that it was made of
+  bool trained = false;  // whether an argument was not made under inference_mode
   bool fresh = false;  // whether a result has memory of its own
 
   Tensor host(const Tensor& t) {
     if (!t.defined() || !t.is_cuda()) return t;
-    auto* storage = t.storage().unsafeGetStorageImpl();
-    auto found = to_host.find(storage);
-    if (found == to_host.end()) {
-      c10::DataPtr alias(storage->mutable_data(), c10::Device(DeviceType::CPU));
-      auto made = storage_of(storage->nbytes(), std::move(alias), c10::GetAllocator(DeviceType::CPU));
-      found = to_host.emplace(storage, made).first;
-      to_device.emplace(made.unsafeGetStorageImpl(), t.storage());
-    }
-    if (!t.is_inference()) trained.insert(storage);
-    auto made = tensor_in(found->second, c10::DispatchKey::CPU, t);
+    auto& alias = aliases[t.storage().unsafeGetStorageImpl()];
+    if (!alias) alias = alias_of(t.storage());
+    trained |= !t.is_inference();
+    auto made = tensor_in(alias, c10::DispatchKey::CPU, t);
     stands_for.emplace(made.unsafeGetTensorImpl(), t);
     return made;
   }
@@ -419,18 +418,16 @@ struct Call {
     if (!t.defined() || t.device().type() != DeviceType::CPU) return t;
     auto same = stands_for.find(t.unsafeGetTensorImpl());
     if (same != stands_for.end()) return resized(same->second, t);
-    auto known = to_device.find(t.storage().unsafeGetStorageImpl());
-    Storage storage;
-    if (known != to_device.end()) {
-      storage = known->second;
-    } else {
-      fresh = true;
-      size_t bytes = t.storage().nbytes();
-      storage = storage_of(bytes, allocator.allocate(bytes), &allocator);
-      if (bytes && t.storage().data()) memcpy(storage.mutable_data(), t.storage().data(), bytes);
+    auto& data = t.storage().data_ptr();
+    if (data.get_deleter() == &let_go) {
+      std::optional<c10::InferenceMode> as_its_base;  // a view is an inference tensor if its base is one
+      if (trained) as_its_base.emplace(false);
+      return tensor_in(*static_cast<Storage*>(data.get_context()), c10::DispatchKey::CUDA, t);
     }
-    std::optional<c10::InferenceMode> as_its_base;  // a view is an inference tensor if its base is one
-    if (trained.count(storage.unsafeGetStorageImpl())) as_its_base.emplace(false);
+    fresh = true;
+    size_t bytes = t.storage().nbytes();
+    auto storage = storage_of(bytes, allocator.allocate(bytes), &allocator);
+    if (bytes && data) memcpy(storage.mutable_data(), data.get(), bytes);
     return tensor_in(std::move(storage), c10::DispatchKey::CUDA, t);
   }
 
@@ -618,6 +615,7 @@ struct CUDAHooks final : CUDAHooksInterface {  // torch looks for this name
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   void init() const override {}
   bool isAvailable() const override { return true; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex d) const override { return std::exchange(current, d); }
   bool isPinnedPtr(const void* p) const override { return PinnedAllocator::holds(p); }
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   const Generator& getDefaultGenerator(DeviceIndex d) const override { return generator_of(d); }
@@ -665,15 +663,6 @@ void resize_storage(pybind11::object object, int64_t bytes) {
   renew(storage, bytes, storage->data(), storage->nbytes());
 }
 
-// A host tensor in the memory of a device tensor, which it keeps.
-Tensor host_alias(const Tensor& t) {
-  auto* kept = new Storage(t.storage());
-  c10::DataPtr data(t.storage().mutable_data(), kept, [](void* one) { delete static_cast<Storage*>(one); },
-                    c10::Device(DeviceType::CPU));
-  auto storage = storage_of(t.storage().nbytes(), std::move(data), c10::GetAllocator(DeviceType::CPU));
-  return tensor_in(std::move(storage), c10::DispatchKey::CPU, t);
-}
-
 std::vector<std::tuple<std::string, std::string, std::string, std::string, int>> findings() {
   Lock hold(device().mutex);
   decltype(findings()) all;
@@ -692,7 +681,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::TESTING_ONLY_GenericMode, true);
   });
   m.def("resize_storage", &resize_storage);
-  m.def("host_alias", &host_alias);
+  m.def("host_alias", [](const Tensor& t) { return tensor_in(alias_of(t.storage()), c10::DispatchKey::CPU, t); });
   m.def("host_read", [](const Tensor& t, const std::string& op) { host_touches(t, op, false); });
   m.def("launch", &launch);
   m.def("find", [](const std::string& kind, const std::string& text) {

@@ -119,19 +119,11 @@ def _python_side() -> None:
     def place_of(stream: Any) -> tuple[int, int, int]:
         return stream.stream_id, stream.device_index, stream.device_type
 
-    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
-        place = {"stream_id": stream_id, "device_index": device_index, "device_type": device_type}
-        torch._C._accelerator_setStream(torch.Stream(**place))
-
     def synchronize(device: Any = None) -> None:
         cuda._lazy_init()
         for ready in before_synchronize:
             ready()
         accelerator.synchronize()
-
-    def mem_get_info(device: Any = None) -> tuple[int, int]:
-        memory = lib.memory()
-        return memory["capacity"] - memory["reserved"], memory["capacity"]
 
     def get_device_properties(device: Any = None) -> Any:
         card = torch.device("cuda", torch.cuda._utils._get_device_index(device, optional=True))
@@ -144,7 +136,7 @@ def _python_side() -> None:
         torch._C: {
             "_cuda_getCurrentStream": lambda index: place_of(accelerator.current_stream(index)),
             "_cuda_getDefaultStream": lambda index: place_of(torch.Stream(device_index=index, **here)),
-            "_cuda_setStream": set_stream,
+            "_cuda_setStream": lambda **place: torch._C._accelerator_setStream(torch.Stream(**place)),
             "_cuda_getDevice": accelerator.current_device_index,
             "_cuda_setDevice": accelerator.set_device_index,
         },
@@ -157,7 +149,7 @@ def _python_side() -> None:
             "default_generators": tuple(map(lib.generator, range(CARDS))),
             "is_current_stream_capturing": lambda: False,
             "_exchange_device": torch._C._accelerator_exchangeDevice,
-            "_maybe_exchange_device": torch._C._accelerator_exchangeDevice,
+            "_maybe_exchange_device": torch._C._accelerator_maybeExchangeDevice,
             "device_count": lib.visible_cards,
             "current_device": accelerator.current_device_index,
             "synchronize": synchronize,
@@ -167,7 +159,6 @@ def _python_side() -> None:
             "max_memory_allocated": lambda device=None: lib.memory()["peak"],
             "memory_reserved": lambda device=None: lib.memory()["reserved"],
             "reset_peak_memory_stats": lambda device=None: lib.reset_peak(),
-            "mem_get_info": mem_get_info,
             "empty_cache": lambda: None,
         },
         cuda.random: {"device_count": lib.visible_cards},

@@ -55,7 +55,7 @@ def engine_of(
     return Engine(model, mesh, optimizer, bucket_mb=0.01, **options)
 
 
-def micro_batch(engine: Engine, step: int) -> dict[str, torch.Tensor]:
-    """This data rank's, on its card."""
-    tokens, labels, _ = cases.micro_batch(cases.CONFIGS["llama"], step, engine.mesh.index("dp"), 4)
+def micro_batch(engine: Engine, step: int, place: int = 0, of: int = 1) -> dict[str, torch.Tensor]:
+    """One of this data rank's, on its card. Of four in a step, of which the last one has no labels."""
+    tokens, labels, _ = cases.micro_batch(cases.CONFIGS["llama"], step, engine.mesh.index("dp") * of + place, 4)
     return {"tokens": tokens.to(engine.mesh.device), "labels": labels.to(engine.mesh.device)}

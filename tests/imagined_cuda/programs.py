@@ -61,14 +61,21 @@ def ones(n: int = 1000) -> Tensor:
 
 @program(
     1,
-    fault("race", "starts too early", "aten::fill_ writes", "x = torch.cuda.Stream(), ones()", "y = x * 2"),
+    fault("race", "starts too early", "aten::add writes", "x.add_(1)", "y = x * 2"),
+    fault("race", "recorded before the write", "aten::add writes", "x.add_(1)", "y = x * 2"),
+    fault("event never recorded", "not recorded", "that nobody has recorded", "side.wait_event(event)", also="race"),
     fault("race", "result read too early", "aten::mul writes", "y = x * 2", "y.sum()"),
     fault("race", "input overwritten too early", "aten::mul reads", "y = x * 2", "x.zero_()"),
 )
 def work_on_a_side_stream(fault: str) -> None:
-    side, x = torch.cuda.Stream(), ones()
+    side, event, x = torch.cuda.Stream(), torch.cuda.Event(), ones()
+    if fault == "recorded before the write":
+        event.record()
+    x.add_(1)
+    if fault not in ("recorded before the write", "not recorded"):
+        event.record()
     if fault != "starts too early":
-        side.wait_stream(current())
+        side.wait_event(event)
     with torch.cuda.stream(side):
         y = x * 2
     if fault == "result read too early":
@@ -78,24 +85,6 @@ def work_on_a_side_stream(fault: str) -> None:
     current().wait_stream(side)
     y.sum()
     x.zero_()
-
-
-@program(
-    1,
-    fault("race", "recorded before the write", "aten::add writes", "x.add_(1)", "_ = x * 2"),
-    fault("event never recorded", "not recorded", "that nobody has recorded", "side.wait_event(event)", also="race"),
-)
-def an_event_between_two_streams(fault: str) -> None:
-    side, x, event = torch.cuda.Stream(), ones(), torch.cuda.Event()
-    if fault == "recorded before the write":
-        event.record()
-    x.add_(1)
-    if not fault:
-        event.record()
-    side.wait_event(event)
-    with torch.cuda.stream(side):
-        _ = x * 2
-    side.synchronize()
 
 
 @program(1, fault("reused too early", "a stream reads it", "the memory is freed", "total = x.sum()", "ones().mul_(3)"))

@@ -41,7 +41,6 @@ class Job:
     ranks: int
     folder: Path
     lag: int = 100  # by how many launches the device is behind the host
-    device_id: bool = False  # whether init_process_group is given one
     join: bool = True  # whether it is called; else variables like torchrun's are there, and the program joins by itself
     one_card: bool = False  # whether each rank sees its own card only
     seconds: float = 60  # NCCL's timeout
@@ -116,7 +115,6 @@ def rank_main(job: Job, rank: int) -> None:
                 rank=rank,
                 world_size=job.ranks,
                 timeout=timedelta(seconds=job.seconds),
-                device_id=torch.device("cuda", card) if job.device_id else None,
             )
         function, args = pickle.loads(job.program)
         value = function(*args)

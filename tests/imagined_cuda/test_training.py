@@ -6,7 +6,6 @@ The programs, their data and their truths are those of the tests on gloo, in fp6
 from __future__ import annotations
 
 import pickle
-import socket
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -16,12 +15,10 @@ import torch
 
 from isograd.checkpoint import CheckpointManager
 from isograd.comm import raw
-from isograd.comm.consensus import all_gather_object
-from isograd.comm.record import recording
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
-from isograd.elastic.copies import Copies
 from tests.checkpoint import toys
+from tests.elastic import test_copies
 from tests.engine import test_corruption
 from tests.losses.contrastive import test_experts as contrastive_experts
 from tests.losses.contrastive import test_matrix as contrastive
@@ -29,7 +26,7 @@ from tests.losses.contrastive.toys import assert_same
 from tests.parity import sparse
 
 from . import rank, world
-from .on_cards import engine_of, micro_batch, some, values
+from .on_cards import some, values
 
 EXPERTS = some(
     ("dp2 ep2", 1, "two", "sequence", "default"),
@@ -172,32 +169,10 @@ def where_it_runs() -> tuple[str, float]:
     return str(mesh.device), float(raw.all_reduce(torch.full((1,), 0.5, device=mesh.device), mesh.group("dp")))
 
 
-def copied(layout: str) -> tuple[int, dict[int, int], dict[int, bool]]:
-    """Copies for a partner on another machine leave host memory by gloo, beside NCCL: (messages between hosts,
-    {rank: checksum of its rows here}, {rank: whether they are whole})."""
-    engine = engine_of(layout)
-    mesh = engine.mesh
-    assert mesh.group("world").is_nccl
-    socket.gethostname = lambda: f"host{mesh.rank}"
-    copies = Copies(engine, "run", {})
-    with recording() as record:
-        for step in (1, 2):
-            engine.accumulate([micro_batch(engine, step)])
-            copies.finish()
-            engine.step()
-            copies.start(step)
-    copies.finish()
-    all_gather_object(None, mesh)
-    rows = {rank: memories[0].rows() for rank, memories in copies._mine.memories.items()}
-    copies.close(failed=False)
-    messages = sum(entry.purpose == "copies" for entry in record.entries)
-    return messages, {r: one.note["sum"] for r, one in rows.items()}, {r: not one.damaged for r, one in rows.items()}
-
-
 @pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero3"])
-def test_a_partner_holds_what_its_owner_holds(layout: str) -> None:
-    (sent, mine, whole), (_, theirs, _) = values(2, "default", copied, layout)
-    assert sent
-    assert mine == theirs
-    assert mine.keys() == {0, 1}
-    assert all(whole.values())
+def test_a_partner_on_another_machine_holds_what_its_owner_holds(tmp_path: Path, layout: str) -> None:
+    """Copies leave host memory by gloo, beside NCCL."""
+    for found in values(2, "default", test_copies.steps, layout, layout, True, tmp_path):
+        assert found["held"] == {0: [4, 3], 1: [4, 3]}
+        assert found["same"] and found["loaded"] and not found["damaged"]
+        assert all(len(messages) == 1 for messages in found["sent"][1:])
