@@ -77,17 +77,11 @@ class Group(dist.ProcessGroup):
         work = Work(op, tuple(self._ranks), mine, outs, sends, receives, results)
         return self._whole(one.device).enqueue(work, getattr(options, "asyncOp", True))
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        op, sizes = _reduction(opts), [t.numel() for t in tensors]
-        results = lambda rows: _reduced(rows, op).split(sizes)  # noqa: E731
-        return self._collective("all_reduce", tensors, tensors, results, opts, by=op)
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        op = _reduction(opts)
+        return self._collective("all_reduce", tensors, tensors, lambda rows: [_reduced(rows, op)], opts, by=op)
 
-    allreduce = allreduce_coalesced
-
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        op, here = _reduction(opts), opts.rootRank == self.rank()
-        results = lambda rows: [_reduced(rows, op)] if here else []  # noqa: E731
-        return self._collective("reduce", tensors, tensors if here else [], results, opts, by=op, root=opts.rootRank)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         root = opts.rootRank
@@ -106,15 +100,9 @@ class Group(dist.ProcessGroup):
 
     def allgather(self, outs: Sequence[Sequence[Tensor]], tensors: list[Tensor], opts: Any = None) -> Work:
         """Of uneven sizes: a broadcast from each rank, and so every rank has to know all sizes."""
-        _fit("all_gather", [each[self.rank()] for each in outs], tensors)
-        sizes = [[t.numel() for t in of_rank] for of_rank in zip(*outs, strict=True)]
-
-        def results(rows: list[Tensor]) -> list[Tensor]:
-            parts = [row.split(of_rank) for row, of_rank in zip(rows, sizes, strict=True)]
-            return [part for of_tensor in zip(*parts, strict=True) for part in of_tensor]
-
-        elements = _once([sum(of_rank) for of_rank in sizes])
-        return self._collective("all_gather", tensors, [t for each in outs for t in each], results, opts, elements)
+        (into,) = outs
+        _fit("all_gather", [into[self.rank()]], tensors)
+        return self._collective("all_gather", tensors, into, lambda rows: rows, opts, _sizes(into))
 
     def all_gather_single_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> Work:
         return self.allgather([out.view(-1).tensor_split(self.size()) for out in outs], ins, opts)
@@ -124,16 +112,11 @@ class Group(dist.ProcessGroup):
 
     def reduce_scatter(self, outs: list[Tensor], tensors: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         """Of uneven sizes: a reduction to each rank."""
-        _fit("reduce_scatter", outs, [each[self.rank()] for each in tensors])
-        pieces = [t for each in tensors for t in each]
-        op, sizes = _reduction(opts), [t.numel() for t in pieces]
-
-        def results(rows: list[Tensor]) -> list[Tensor]:
-            alike = list(zip(*(row.split(sizes) for row in rows), strict=True))  # [piece][rank]
-            return [_reduced(ranks, op) for ranks in alike[self.rank() :: self.size()]]
-
-        elements = _once([sum(t.numel() for t in of_rank) for of_rank in zip(*tensors, strict=True)])
-        return self._collective("reduce_scatter", pieces, outs, results, opts, elements, by=op)
+        op, (pieces,) = _reduction(opts), tensors
+        _fit("reduce_scatter", outs, [pieces[self.rank()]])
+        sizes = [t.numel() for t in pieces]
+        sum_ = lambda rows: [_reduced([row.split(sizes)[self.rank()] for row in rows], op)]  # noqa: E731
+        return self._collective("reduce_scatter", pieces, outs, sum_, opts, _sizes(pieces), by=op)
 
     def reduce_scatter_single_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> Work:
         return self.reduce_scatter(outs, [x.view(-1).tensor_split(self.size()) for x in ins], opts)
@@ -223,8 +206,8 @@ def _fit(op: str, some: Sequence[Tensor], others: Sequence[Tensor]) -> None:
             raise ValueError(f"ProcessGroupNCCL::{op}: invalid tensor size at index {index} ({sizes})")
 
 
-def _once(sizes: list[int]) -> Any:
-    """Even sizes said once."""
+def _sizes(of_ranks: Sequence[Tensor]) -> Any:
+    sizes = [t.numel() for t in of_ranks]
     return sizes[0] if len(set(sizes)) == 1 else sizes
 
 

@@ -7,6 +7,7 @@ exchange; a step of terms once, at its beginning, for their weights.
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -32,10 +33,10 @@ def fused(shards: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(shards, lr=0.01, fused=True)
 
 
-def seen() -> dict[str, int]:
+def seen() -> Counter[str]:
     """What the host has waited for so far, by place."""
     costs = [one for one in device.lib.findings() if one[0] in ("host wait", "pageable copy")]
-    return {f"{kind}: {text} at {first}": count for kind, text, first, _, count in costs}
+    return Counter({f"{kind}: {text} at {first}": count for kind, text, first, _, count in costs})
 
 
 def waits(
@@ -52,10 +53,7 @@ def waits(
         counts.append(seen())
         _ = engine.step_async() if late else engine.step()
         counts.append(seen())
-    return [
-        {place: count - before.get(place, 0) for place, count in after.items() if count > before.get(place, 0)}
-        for before, after in pairwise(counts)
-    ]
+    return [after - before for before, after in pairwise(counts)]
 
 
 def at_once_and_late(layout: str) -> list[list[dict[str, int]]]:
@@ -78,8 +76,7 @@ def without_an_engine() -> tuple[dict[str, int], float]:
         model.zero_grad()
         batch, before = torch.full((rows, 8), float(rows), device=device_of()), seen()
         model.weigh(model(batch).mean(), rows).backward()
-        after = seen()
-    found = {place: count - before.get(place, 0) for place, count in after.items() if count > before.get(place, 0)}
+        found = seen() - before
     return found, float(model.module.weight.grad[0, 0])
 
 
