@@ -36,7 +36,6 @@ class Group(dist.ProcessGroup):
         self._timeout = min(options._timeout, World.longest)
         self._ranks = list(options.global_ranks_in_group) or list(range(size))
         self._made: dict[tuple[int, ...], Communicator] = {}
-        self._batch: list[Message] | None = None
 
     def getBackendName(self) -> str:
         return "nccl"
@@ -78,8 +77,9 @@ class Group(dist.ProcessGroup):
         return self._whole(one.device).enqueue(work, getattr(options, "asyncOp", True))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        op = _reduction(opts)
-        return self._collective("all_reduce", tensors, tensors, lambda rows: [_reduced(rows, op)], opts, by=op)
+        op, sizes = _reduction(opts), [t.numel() for t in tensors]
+        sums = lambda rows: _reduced(rows, op).split(sizes)  # noqa: E731
+        return self._collective("all_reduce", tensors, tensors, sums, opts, by=op)
 
     allreduce_coalesced = allreduce
 
@@ -126,16 +126,6 @@ class Group(dist.ProcessGroup):
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
-    def all_to_all_single(self, out: Tensor, x: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Work:
-        outs = out.split(list(out_sizes) or out.shape[0] // self.size())
-        return self.alltoall(list(outs), list(x.split(list(in_sizes) or x.shape[0] // self.size())), opts)
-
-    alltoall_base = all_to_all_single
-
-    def alltoall(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> Work:
-        messages = [(which is ins, t, member) for which in (ins, outs) for member, t in enumerate(which)]
-        return self._messages("all_to_all", messages, self._whole(ins[0].device), getattr(opts, "asyncOp", True))
-
     def barrier(self, opts: Any = None) -> Work:
         x = torch.zeros(1, device="cuda")
         work = self._collective("barrier", [x], [], lambda _: [], opts)
@@ -145,28 +135,28 @@ class Group(dist.ProcessGroup):
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _messages(
-        self, op: str, messages: list[Message], communicator: Communicator, asynchronous: bool = True
-    ) -> Work:
+    def _messages(self, op: str, messages: list[Message], communicator: Communicator) -> Work:
         """The communicator has all of this group's members or two."""
         what = lambda t: {"op": "message", "elements": t.numel(), "dtype": str(t.dtype)[6:]}  # noqa: E731
         sends, receives = (
             [(communicator.ranks.index(self._ranks[member]), t) for sending, t, member in messages if sending is which]
             for which in (True, False)
         )
-        copies = [(index, what(t), device.lib.host_alias(t).clone()) for index, t in sends]
-        peers = {self._ranks[member] for _, _, member in messages} | {self._ranks[self.rank()]}
-        return communicator.enqueue(
-            Work(
-                op, tuple(sorted(peers)), [t for _, t in sends], [t for _, t in receives], copies,
-                [(index, what(t)) for index, t in receives], lambda rows: rows,
-            ), asynchronous,
-        )  # fmt: skip
+        work = Work(
+            op,
+            ranks=tuple(sorted({self._ranks[member] for _, _, member in messages} | {self._ranks[self.rank()]})),
+            reads=[t for _, t in sends],
+            writes=[t for _, t in receives],
+            sends=[(index, what(t), device.lib.host_alias(t).clone()) for index, t in sends],
+            receives=[(index, what(t)) for index, t in receives],
+            results=lambda rows: rows,
+        )
+        return communicator.enqueue(work, asynchronous=True)
 
-    def _message(self, sending: bool, tensor: Tensor, peer: int) -> Work | None:
-        if self._batch is not None:
-            self._batch.append((sending, tensor, peer))
-            return None
+    def batch(self, messages: list[Message]) -> Work:
+        return self._messages("batch", messages, self._whole(messages[0][1].device))
+
+    def _alone(self, sending: bool, tensor: Tensor, peer: int) -> Work:
         what = "send to" if sending else "recv from"
         if self.bound_device_id is not None:
             communicator = self._whole(tensor.device)
@@ -176,27 +166,15 @@ class Group(dist.ProcessGroup):
             communicator = self._communicator(sorted((self.rank(), peer)), tensor.device)
         return self._messages(f"{what} {self._ranks[peer]}", [(sending, tensor, peer)], communicator)
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work | None:
-        return self._message(True, tensors[0], peer)
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+        return self._alone(True, tensors[0], peer)
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work | None:
-        return self._message(False, tensors[0], peer)
-
-    def _start_coalescing(self, _: Any) -> None:
-        self._batch = []
-
-    def _end_coalescing(self, _: Any) -> Work:
-        batch, self._batch = self._batch or [], None
-        return self._messages("batch", batch, self._whole(batch[0][1].device))
-
-    # -- the end -------------------------------------------------------------------------------------------------------
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+        return self._alone(False, tensors[0], peer)
 
     def abort(self) -> None:
         for communicator in self._made.values():
             communicator.abort()
-
-    def shutdown(self) -> None:
-        finish_all()
 
 
 def _fit(op: str, some: Sequence[Tensor], others: Sequence[Tensor]) -> None:
@@ -211,21 +189,26 @@ def _sizes(of_ranks: Sequence[Tensor]) -> Any:
     return sizes[0] if len(set(sizes)) == 1 else sizes
 
 
+REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "SUM": lambda rows: rows.sum(0),
+    "AVG": lambda rows: rows.sum(0).div(len(rows), rounding_mode=None if rows.is_floating_point() else "trunc"),
+    "MAX": lambda rows: rows.amax(0),
+    "MIN": lambda rows: rows.amin(0),
+    "PRODUCT": lambda rows: rows.prod(0),
+}
+
+
 def _reduction(options: Any) -> str:
     op = getattr(options, "reduceOp", dist.ReduceOp.SUM)
-    for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT"):
+    for name in REDUCE:
         if op == getattr(dist.ReduceOp, name):
             return name
     raise NotImplementedError(f"imagined NCCL has no {op}")
 
 
-def _reduced(all_: Sequence[Tensor], op: str) -> Tensor:
-    wide = torch.stack([t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in all_])
-    rounding = None if wide.is_floating_point() else "trunc"  # NCCL's average of integers
-    average = lambda: wide.sum(0).div(len(all_), rounding_mode=rounding)  # noqa: E731
-    of = {"SUM": lambda: wide.sum(0), "AVG": average, "PRODUCT": lambda: wide.prod(0)}
-    value = {**of, "MAX": lambda: wide.amax(0), "MIN": lambda: wide.amin(0)}[op]()
-    return value.to(all_[0].dtype)
+def _reduced(rows: Sequence[Tensor], op: str) -> Tensor:
+    half = rows[0].dtype in (torch.bfloat16, torch.float16)
+    return REDUCE[op](torch.stack([row.float() if half else row for row in rows])).to(rows[0].dtype)
 
 
 def install() -> None:
@@ -239,9 +222,6 @@ def install() -> None:
         group = ops[0].group or dist.group.WORLD
         if not isinstance(group, Group):
             return batch(ops)
-        group._start_coalescing(None)
-        for op in ops:
-            group._message(op.op is dist.isend, op.tensor, op.group_peer)
-        return [group._end_coalescing(None)]
+        return [group.batch([(op.op is dist.isend, op.tensor, op.group_peer) for op in ops])]
 
     dist.batch_isend_irecv = c10d.batch_isend_irecv = batch_isend_irecv

@@ -4,7 +4,6 @@ skipped on all ranks together, with everything left as it was."""
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,29 +70,22 @@ def trained(layout: str, kind: str, by_card: bool) -> tuple[list[Any], dict[str,
     changed; the bits of parameters and state)."""
     engine = engine_of(layout, OPTIMIZERS[kind])
     engine.clip = cases.CLIP  # as an integration's clip_grad_norm_ does
-    told, early, to_host = [], Counter[str](), raw.copy_to_host
+    told, waited, to_host = [], list[int](), raw.copy_to_host
 
     def waits(x: torch.Tensor) -> Callable[[], torch.Tensor]:
         read = to_host(x)
-
-        def wait() -> torch.Tensor:
-            early["launches"] += launched() - early["seen"]
-            early["seen"] = launched()
-            return read()
-
-        return wait
+        return lambda: (waited.append(launched()), read())[1]
 
     can = ShardedOptimizer.takes_verdicts if by_card else lambda _: False
     with patch.object(raw, "copy_to_host", waits), patch.object(ShardedOptimizer, "takes_verdicts", can):
         for step, how in enumerate((GOOD, GOOD, BAD_WEIGHT, GOOD, BAD_LOSS, TINY, GOOD)):
-            before = bits(engine)
-            early.update(launches=-early["launches"], seen=launched() - early["seen"])
+            before, so_far = bits(engine), launched()
             if engine.mesh.size("pp") > 1:
                 engine.accumulate([micro_batch(engine, step)] * 2)
             else:
                 backward(engine, step, how)
             words = said(engine.step)
-            told.append((how, words, early["launches"] > 0, not same_bits(before, bits(engine))))
+            told.append((how, words, waited[-1] > so_far, not same_bits(before, bits(engine))))
     return told, bits(engine)
 
 
