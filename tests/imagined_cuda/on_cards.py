@@ -41,17 +41,13 @@ def some(*fast: Any, slow: tuple[Any, ...]) -> list[Any]:
     return [*fast, *(pytest.param(*case, marks=pytest.mark.slow) for case in each)]
 
 
-def config_of(layout: str, experts: bool) -> Any:
-    config = cases.CONFIGS["deep" if "pp" in layout else "llama"]
-    return replace(config, experts=ExpertOptions(number=4, per_token=2, width=8)) if experts else config
-
-
 def engine_of(
     layout: str, optimizer: Any = cases.sgd, dtype: torch.dtype = torch.float32, experts: bool = False, **options: Any
 ) -> Engine:
     """On this rank's card."""
-    mesh = Mesh(layout)
-    model = Transformer(config_of(layout, experts), mesh, dtype=dtype).to(mesh.device)
+    mesh, config = Mesh(layout), cases.CONFIGS["deep" if "pp" in layout else "llama"]
+    config = replace(config, experts=ExpertOptions(number=4, per_token=2, width=8)) if experts else config
+    model = Transformer(config, mesh, dtype=dtype).to(mesh.device)
     return Engine(model, mesh, optimizer, bucket_mb=0.01, **options)
 
 

@@ -6,7 +6,6 @@ On real cards they are spawned. On imagined ones a process that has loaded the d
 from __future__ import annotations
 
 import faulthandler
-import io
 import multiprocessing
 import os
 import pickle
@@ -129,25 +128,11 @@ def rank_main(job: Job, rank: int) -> None:
     try:
         if not error:
             torch.cuda.synchronize()  # for values that lie on cards, on whatever stream
-        written.write_bytes(pickled({**result, "value": value}))
+        torch.save({**result, "value": value}, written)
     except Exception:
-        written.write_bytes(pickled({**result, "error": f"{error}\nits value:\n{traceback.format_exc()}"}))
+        torch.save({**result, "error": f"{error}\nits value:\n{traceback.format_exc()}"}, written)
     written.rename(job.folder / f"{rank}.result")
     os._exit(0)  # nothing of a world is taken down
-
-
-def pickled(value: Any) -> bytes:
-    """A value's pickle, in which tensors of cards lie in the host's memory: who reads it has no cards."""
-    import torch
-
-    class Pickler(pickle.Pickler):
-        def reducer_override(self, one: Any) -> Any:
-            on_card = isinstance(one, torch.Tensor) and one.is_cuda
-            return one.detach().cpu().__reduce_ex__(2) if on_card else NotImplemented
-
-    into = io.BytesIO()
-    Pickler(into).dump(value)
-    return into.getvalue()
 
 
 def serve(connection: int) -> None:

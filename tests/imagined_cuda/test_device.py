@@ -24,11 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import device, right, run
 
-
-def values_of(program: Any, ranks: int = 1, *args: Any, **options: Any) -> list[Any]:
-    return right(run(program, ranks, *args, **options))
-
-
 # -- streams and memory ------------------------------------------------------------------------------------------------
 
 
@@ -46,7 +41,7 @@ def backward_streams() -> list[bool]:
 
 
 def test_backward_runs_on_the_stream_of_its_forward() -> None:
-    assert values_of(backward_streams) == [[True]]
+    assert right(run(backward_streams)) == [[True]]
 
 
 def counted() -> list[Any]:
@@ -65,11 +60,12 @@ def counted() -> list[Any]:
         torch.empty(1, device="cuda")
     found.append(now())
     del x, y
+    torch.empty(1, device="cuda")
     return [*found, now(), torch.cuda.max_memory_allocated()]
 
 
 def test_memory_is_counted_in_blocks_and_kept_for_recorded_streams_until_a_card_is_full() -> None:
-    assert values_of(counted) == [[(1536, 1536), (512, 1536), (1536, 1536), (0, 0), 1536]]
+    assert right(run(counted)) == [[(1536, 1536), (512, 1536), (1536, 1536), (0, 0), 1536]]
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -120,7 +116,7 @@ def lists_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize(("program", "ranks"), [(lists, 3), (lists_that_do_not_fit, 2)])
 def test_lists_are_gathered_scattered_and_reduced_evenly_or_not_or_are_refused(program: Any, ranks: int) -> None:
-    values_of(program, ranks)
+    right(run(program, ranks))
 
 
 def saved_by_torch(folder: Path) -> Tensor:
@@ -134,7 +130,7 @@ def saved_by_torch(folder: Path) -> Tensor:
 
 
 def test_torchs_distributed_tensors_are_scattered_saved_and_loaded(tmp_path: Path) -> None:
-    assert [t.tolist() for t in values_of(saved_by_torch, 2, tmp_path)] == [[0, 1, 2, 3, 4, 30]] * 2
+    assert [t.tolist() for t in right(run(saved_by_torch, 2, tmp_path))] == [[0, 1, 2, 3, 4, 30]] * 2
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
@@ -163,7 +159,7 @@ def draws() -> None:
 
 
 def test_each_card_has_a_generator_of_its_own() -> None:
-    values_of(draws)
+    right(run(draws))
 
 
 # -- files, copies and results -----------------------------------------------------------------------------------------
@@ -187,7 +183,7 @@ def copied() -> None:
 
 
 def test_tensors_are_loaded_copied_and_pickled_on_cards() -> None:
-    values_of(copied)
+    right(run(copied))
 
 
 def test_what_a_program_cannot_return_is_named() -> None:
@@ -219,7 +215,7 @@ def in_a_fork() -> list[str]:
 
 
 def test_cards_cannot_be_used_in_a_fork() -> None:
-    *cards, host = values_of(in_a_fork)[0]
+    *cards, host = right(run(in_a_fork))[0]
     assert len(cards) == 4 and all("Cannot re-initialize CUDA in forked subprocess" in said for said in cards), cards
     assert host == "nothing"
 
@@ -250,7 +246,7 @@ def with_torchs(peer: str) -> torch.Tensor:
 @pytest.mark.parametrize("peer", ["FSDP2", "DDP"])
 def test_torchs_own_engines_have_no_fault(peer: str) -> None:
     """Their side streams, events and freed parameters are right, and so nothing may be found in them."""
-    (alone,) = values_of(with_torchs, 1, "")
+    (alone,) = right(run(with_torchs, 1, ""))
     results = run(with_torchs, 2, peer)
     for result, found in zip(results, right(results), strict=True):
         assert len({call[0] for call in result.calls}) == 1

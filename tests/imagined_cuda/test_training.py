@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from isograd.checkpoint import CheckpointManager
-from isograd.comm import raw
 from isograd.core.layout import Layout
-from isograd.core.mesh import Mesh
 from tests.checkpoint import toys
 from tests.elastic import test_copies
 from tests.engine import test_corruption
@@ -27,6 +25,7 @@ from tests.parity import sparse
 
 from . import rank, world
 from .on_cards import some, values
+from .test_regressions import trains_on
 
 EXPERTS = some(
     ("dp2 ep2", 1, "two", "sequence", "default"),
@@ -158,15 +157,10 @@ def test_a_replay_refuses_a_model_that_draws_on_its_card() -> None:
 @pytest.mark.slow
 def test_ranks_that_are_processes_of_their_own_load_their_cards(tmp_path: Path) -> None:
     """As on real cards ("spawn"), where nobody forks a process that has used one."""
-    job = rank.Job(pickle.dumps((where_it_runs, ())), 2, tmp_path, join=False)
+    job = rank.Job(pickle.dumps((trains_on, (True,))), 2, tmp_path, join=False)
     rank.start_ranks(job, "spawn")
     results = [world.result_of(job, number) for number in range(2)]
-    assert [result.value for result in results] == [("cuda:0", 1.0), ("cuda:1", 1.0)], results
-
-
-def where_it_runs() -> tuple[str, float]:
-    mesh = Mesh("dp2")
-    return str(mesh.device), float(raw.all_reduce(torch.full((1,), 0.5, device=mesh.device), mesh.group("dp")))
+    assert [result.value for result in results] == [("cuda:0", "GPU-0", 2.0), ("cuda:1", "GPU-1", 2.0)], results
 
 
 @pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero3"])
