@@ -8,7 +8,7 @@ its version 2.1 on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,18 +23,26 @@ def register() -> None:
     """Give the imagined cards these kernels, once for the process."""
     global _library
     _library = torch.library.Library("aten", "IMPL")
-    for name, function in {
-        "_flash_attention_forward": _packed,
-        "_flash_attention_backward": _packed_backward,
-        "_scaled_dot_product_flash_attention": _heads_first,
-        "_scaled_dot_product_flash_attention_backward": _heads_first_backward,
+    for name, kernel in {
+        "_flash_attention_forward": _forward,
+        "_flash_attention_backward": _backward,
+        "_scaled_dot_product_flash_attention": _forward,
+        "_scaled_dot_product_flash_attention_backward": _backward,
     }.items():
-        _library.impl(name, function, "CUDA")
+        _library.impl(name, _by_name(getattr(torch.ops.aten, name).default._schema, kernel), "CUDA")
     torch._TorchCompileInductorWrapper.__call__ = _compiled  # type: ignore[method-assign, assignment]
     watching = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")  # device.cpp's, whom operators alone concern
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(watching)
     for operator in torch._ops._higher_order_ops.values():
         operator.fallthrough(watching)
+
+
+def _by_name(schema: Any, kernel: Any) -> Any:
+    """The kernel is given its arguments as the attributes that the schema names."""
+    defaults = {one.name: one.default_value for one in schema.arguments}
+    return lambda *args, **named: kernel(
+        SimpleNamespace(**{**defaults, **dict(zip(defaults, args, strict=False)), **named})
+    )
 
 
 def _compiled(_: Any, graph: Any, inputs: Any, **__: Any) -> Any:
@@ -48,19 +56,35 @@ def _compiled(_: Any, graph: Any, inputs: Any, **__: Any) -> Any:
     return aot_eager(graph, inputs)
 
 
-def _mask(
-    q: Tensor, k: Tensor, causal: bool, of_q: Any = None, of_k: Any = None, window_size_left: Any = None,
-    window_size_right: Any = None, **_: Any,
-) -> Tensor:  # fmt: skip
-    """To be added to scores. `of_q`, `of_k`: bounds of the sequences, or None: there is one."""
-    (in_q, q_end), (in_k, k_end) = _places(of_q, q.shape[2], q.device), _places(of_k, k.shape[2], k.device)
+def _heads_first(given: Any, *names: str) -> list[Tensor]:
+    """[b, heads, n, d], as scaled_dot_product_attention has them; varlen_attn has [tokens, heads, d]."""
+    tensors = [getattr(given, name) for name in names]
+    return [t[None].transpose(1, 2) for t in tensors] if _is_packed(given) else tensors
+
+
+def _is_packed(given: Any) -> bool:
+    return hasattr(given, "window_size_left")
+
+
+def _prepared(given: Any) -> tuple[list[Tensor], Tensor, int]:
+    """(q, and k and v as often as query heads share them; what is to be added to scores; as often)."""
+    q, k, v = _heads_first(given, "query", "key", "value")
+    assert {t.dtype for t in (q, k, v)} in ({HALF[0]}, {HALF[1]}), "FlashAttention only support fp16 and bf16 data type"
+    assert q.shape[-1] <= 256 and q.shape[-1] % 8 == 0, "head dimension: at most 256, a multiple of 8"
+    assert k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0, "query heads: a multiple of key heads"
+    assert all(t.stride(-1) == 1 for t in (q, k, v)), "Input tensor must have contiguous last dimension"
+    assert given.dropout_p == 0, "no stand-in for dropout"
+    bounds, left, right = (None, None), None, None
+    if _is_packed(given):
+        bounds, left, right = (given.cum_seq_q, given.cum_seq_k), given.window_size_left, given.window_size_right
+    (in_q, q_end), (in_k, k_end) = (_places(of, t.shape[2], t.device) for of, t in zip(bounds, (q, k), strict=True))
     ahead = q_end[:, None] - k_end[None, :]  # how far the key stands behind the query
-    right = 0 if causal else -1 if window_size_right is None else window_size_right
-    left = -1 if window_size_left is None else window_size_left
+    right = 0 if given.is_causal else right
     seen = in_q[:, None] == in_k[None, :]
-    seen = seen & (ahead <= right) if right >= 0 else seen
-    seen = seen & (ahead >= -left) if left >= 0 else seen
-    return torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -torch.inf)
+    seen = seen if right is None or right < 0 else seen & (ahead <= right)
+    seen = seen if left is None or left < 0 else seen & (ahead >= -left)
+    mask, share = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -torch.inf), q.shape[1] // k.shape[1]
+    return [q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)], mask, share
 
 
 def _places(bounds: Tensor | None, count: int, device: Any) -> tuple[Tensor, Tensor]:
@@ -73,74 +97,23 @@ def _places(bounds: Tensor | None, count: int, device: Any) -> tuple[Tensor, Ten
     return sequence, bounds[1:][sequence] - place
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> tuple[list[Tensor], int]:
-    """Heads first, with keys and values as often as query heads share them: as often."""
-    assert {t.dtype for t in (q, k, v)} in ({HALF[0]}, {HALF[1]}), "FlashAttention only support fp16 and bf16 data type"
-    assert q.shape[-1] <= 256 and q.shape[-1] % 8 == 0, "head dimension: at most 256, a multiple of 8"
-    assert k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0, "query heads: a multiple of key heads"
-    assert all(t.stride(-1) == 1 for t in (q, k, v)), "Input tensor must have contiguous last dimension"
-    assert dropout == 0, "no stand-in for dropout"
-    share = q.shape[1] // k.shape[1]
-    return [q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)], share
-
-
-def _attend(qkv: Sequence[Tensor], mask: Tensor, dropout: float, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Of heads first: the output, and the scores' log-sum-exp [b, heads, n]."""
-    heads, _ = _checked(*qkv, dropout)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, attn_mask=mask, scale=scale)
-
-
-def _attend_backward(
-    grad_out: Tensor, qkv: Sequence[Tensor], out: Tensor, log_sum: Tensor, mask: Tensor, dropout: float, scale: Any
-) -> list[Tensor]:
-    heads, share = _checked(*qkv, dropout)
-    assert grad_out.dtype == out.dtype == heads[0].dtype and log_sum.dtype == torch.float32
-    dq, *others = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, *heads, out, log_sum.contiguous(), dropout, False, attn_mask=mask, scale=scale
-    )
-    return [dq, *(t.unflatten(1, (-1, share)).sum(2) for t in others)]
-
-
-def _heads_first(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *_: bool, scale: Any = None
-) -> tuple[Any, ...]:
-    """[b, heads, n, d], as scaled_dot_product_attention calls it."""
-    used["dense"] += 1
-    out, log_sum = _attend((q, k, v), _mask(q, k, is_causal), dropout_p, scale)
+def _forward(given: Any) -> tuple[Any, ...]:
+    used["varlen" if _is_packed(given) else "dense"] += 1
+    (q, k, v), mask, _ = _prepared(given)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, log_sum = kernel(q, k, v, attn_mask=mask, scale=given.scale)  # the second: [b, heads, n]
     nothing, state = q.new_empty(0), q.new_empty(2, dtype=torch.uint64)
+    if _is_packed(given):
+        return out.transpose(1, 2)[0], log_sum[0], state, nothing, nothing
     return out, log_sum, nothing, nothing, q.shape[2], k.shape[2], state, nothing, nothing
 
 
-def _heads_first_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Any, cum_seq_k: Any,
-    max_q: int, max_k: int, dropout_p: float, is_causal: bool, *_: Tensor, scale: float | None = None,
-) -> list[Tensor]:  # fmt: skip
-    return _attend_backward(grad_out, (q, k, v), out, logsumexp, _mask(q, k, is_causal), dropout_p, scale)
-
-
-def _first(*tensors: Tensor) -> Iterator[Tensor]:
-    return (t[None].transpose(1, 2) for t in tensors)
-
-
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float,
-    is_causal: bool, *_: bool, scale: Any = None, **window: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """[tokens, heads, d] of sequences of their own lengths, as varlen_attn calls it; log-sum-exp [heads, tokens]."""
-    used["varlen"] += 1
-    q, k, v = _first(q, k, v)
-    mask = _mask(q, k, is_causal, cum_seq_q, cum_seq_k, **window)
-    out, log_sum = _attend((q, k, v), mask, dropout_p, scale)
-    nothing = q.new_empty(0)
-    return out.transpose(1, 2)[0], log_sum[0], q.new_empty(2, dtype=torch.uint64), nothing, nothing
-
-
-def _packed_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor,
-    cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *_: Tensor, scale: Any = None,
-    **window: Any,
-) -> list[Tensor]:  # fmt: skip
-    grad_out, q, k, v, out = _first(grad_out, q, k, v, out)
-    mask = _mask(q, k, is_causal, cum_seq_q, cum_seq_k, **window)
-    found = _attend_backward(grad_out, (q, k, v), out, logsumexp[None], mask, dropout_p, scale)
-    return [t.transpose(1, 2)[0] for t in found]
+def _backward(given: Any) -> list[Tensor]:
+    qkv, mask, share = _prepared(given)
+    grad_out, out = _heads_first(given, "grad_out", "out")
+    log_sum = given.logsumexp[None] if _is_packed(given) else given.logsumexp
+    assert grad_out.dtype == out.dtype == qkv[0].dtype and log_sum.dtype == torch.float32
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, *others = kernel(grad_out, *qkv, out, log_sum.contiguous(), 0.0, False, attn_mask=mask, scale=given.scale)
+    found = [dq, *(t.unflatten(1, (-1, share)).sum(2) for t in others)]
+    return [t.transpose(1, 2)[0] for t in found] if _is_packed(given) else found

@@ -87,7 +87,7 @@ def work_on_a_side_stream(fault: str) -> None:
     x.zero_()
 
 
-@program(1, fault("reused too early", "a stream reads it", "the memory is freed", "total = x.sum()", "ones().mul_(3)"))
+@program(1, fault("reused too early", "a stream reads it", "the memory is freed", "total = x.sum()", "ones(7).mul_(3)"))
 def freed_memory(fault: str) -> None:
     side, x = torch.cuda.Stream(), ones()
     side.wait_stream(current())
@@ -96,7 +96,7 @@ def freed_memory(fault: str) -> None:
     if not fault:
         x.record_stream(side)
     del x
-    ones().mul_(3)  # of the same size: it gets the same memory
+    ones(7).mul_(3)  # whatever its size, it may get that memory
     current().wait_stream(side)
     total.add_(1)
 
