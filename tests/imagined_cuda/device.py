@@ -60,11 +60,9 @@ def _compile(torch: Path, made: Path) -> None:
 lib: Any = None  # the compiled module, once it is loaded
 
 
-def load() -> Any:
+def load() -> None:
     """Give this process imagined cards. Once, before torch is imported."""
     global lib
-    if lib is not None:
-        return lib
     assert "torch" not in sys.modules, "torch makes its CUDA hooks once: load the imagined device before torch"
     made = build()
     ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL)
@@ -76,7 +74,6 @@ def load() -> Any:
     own = [str(HERE / name) for name in ("device.py", "kernels.py", "communicator.py", "nccl.py", "rank.py")]
     lib.begin([*own, sysconfig.get_path("stdlib") + "/"])
     _python_side()
-    return lib
 
 
 def card_name(card: Any) -> str:

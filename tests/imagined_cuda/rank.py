@@ -40,7 +40,7 @@ class Job:
     ranks: int
     folder: Path
     lag: int = 100  # by how many launches the device is behind the host
-    join: bool = True  # whether it is called; else variables like torchrun's are there, and the program joins by itself
+    join: bool = True  # whether the world is joined; else variables like torchrun's are there, and the program joins it
     one_card: bool = False  # whether each rank sees its own card only
     seconds: float = 60  # NCCL's timeout
     limit: float = 120  # after which ranks are ended
