@@ -53,15 +53,17 @@ class Communicator:
         if json.loads(first)[0] != list(ranks):
             self.fail(f"made in another order: this rank makes {made}, the first to come made {first}")
         store.set(f"card {index}", device.card_name(card))
+        keys = [f"card {number}" for number in range(len(ranks))]
         try:
-            self.gloo = dist.ProcessGroupGloo(store, index, len(ranks), timeout=timeout)
+            store.wait(keys, timeout)
         except RuntimeError as error:
             self.fail(f"not all of ranks {list(ranks)} came to make it within {timeout.total_seconds():g} s", error)
-        cards = [store.get(f"card {number}").decode() for number in range(len(ranks))]
+        cards = [store.get(key).decode() for key in keys]
         for number, one in enumerate(cards):
             if one in cards[:number]:
                 both = f"rank {ranks[cards.index(one)]} and rank {ranks[number]} both on CUDA device {one}"
                 self.fail(f"Duplicate GPU detected: {both}")
+        self.gloo = dist.ProcessGroupGloo(store, index, len(ranks), timeout=timeout)
         self.stream = torch.cuda.Stream(card)
         self.works: list[Work] = []  # in order; the delivered ones are gone
         self.aborted, self._lock = False, threading.Lock()
