@@ -17,7 +17,7 @@ class Proven:
     """A world of ranks."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        self.world, self.close = world, world.close
 
     def run(self, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         return self.world.run(proving_once, fn, *args, **options)
