@@ -88,4 +88,4 @@ class _Items(ItemsView[str, Tensor]):
         ends = accumulate(math.prod(shape) for _, shape, _ in self._mapping._sources.values())
         for _, batch in groupby(zip(self._mapping, ends, strict=True), lambda item: item[1] // AT_ONCE):
             names = [name for name, _ in batch]
-            yield from zip(names, self._mapping._look(names, f"items() from {names[0]}"), strict=True)
+            yield from zip(names, self._mapping._look(names, f"{names[0]} and those behind it"), strict=True)
