@@ -308,15 +308,20 @@ class Grow:
             self.file.touch()
 
 
+def dies() -> None:
+    """Rank 1."""
+    if world.world()[0] == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raw.all_max(torch.ones(1), Mesh("dp2").group("world"))
+
+
 def dies_unnoticed() -> None:
-    """Rank 1 dies, and the process that tells the launcher of it gets no turn for four seconds."""
-    rank, _ = world.world()
-    if rank == 1:
+    """Rank 1, and the process that tells the launcher of it gets no turn for four seconds."""
+    if world.world()[0] == 1:
         server = os.getppid()
         subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {server}"])
         os.kill(server, signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGKILL)
-    raw.all_max(torch.ones(1), Mesh("dp2").group("world"))
+    dies()
 
 
 @pytest.mark.medium
@@ -327,13 +332,6 @@ def test_a_death_is_a_death_when_the_others_feel_it_before_the_launcher_is_told(
         attempt = pool.attempt(2, dies_unnoticed)
         assert attempt.values is None and attempt.dead == {1: -signal.SIGKILL}
         assert len(pool.workers) == 1
-
-
-def dies() -> None:
-    """Rank 1."""
-    if world.world()[0] == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    raw.all_max(torch.ones(1), Mesh("dp2").group("world"))
 
 
 @pytest.mark.medium

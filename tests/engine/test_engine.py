@@ -304,8 +304,8 @@ def left_a_loop(layout: str) -> list[tuple[int, str]]:
 def test_a_rank_that_leaves_a_loop_over_gradients_is_missed_at_the_next_batch(
     monkeypatch: pytest.MonkeyPatch, layout: str, at_once: int, seen: int
 ) -> None:
+    """One gradient in each batch; three batches; all in one, which nobody waits behind."""
     monkeypatch.setattr(gradients, "AT_ONCE", at_once)
-    """Two batches of several and one of one; all in one batch: nobody waits for it."""
     first, other = Threads(2).run(left_a_loop, layout)  # of this process, which is changed
     said = "stepped" if seen == 10 else "IG555"
     assert first == [(seen, said), (10, "stepped")] and other == [(1, said), (10, "stepped")]
