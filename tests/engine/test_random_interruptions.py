@@ -360,7 +360,7 @@ def one(case: tuple[str, int, Point, type, str], runs: Callable[[tuple[Any, ...]
 @pytest.mark.parametrize("first", range(0, 105, 5))
 def test_a_step_is_right_or_refused_wherever_an_exception_comes(first: int) -> None:
     reached = [one(draw(seed), _threads) for seed in range(first, first + 5)]
-    assert sum(reached) > 1
+    assert sum(reached) > 3
 
 
 @pytest.mark.medium
